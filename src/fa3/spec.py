@@ -1,0 +1,136 @@
+"""Specs: everything that is fixed when a kernel is compiled.
+
+A spec is a frozen dataclass of plain Python scalars, so that it is hashable, printable, and can be the
+key of the store. Nothing here imports torch or the compiler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+#: Rows of one WGMMA instruction: a consumer warpgroup owns this many query rows.
+WGMMA_ROWS = 64
+
+#: Head dims that have a tile class of their own. Other head dims run in the next larger class.
+HEAD_DIM_CLASSES = (64, 128, 256)
+
+#: Shared memory that one block may use on sm_90, in bytes (227 KB).
+SHARED_MEMORY_PER_BLOCK = 232_448
+
+#: Bytes of an element of each dtype that a kernel takes.
+ELEMENT_BYTES = {"fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class ForwardSpec:
+    """One compiled forward kernel.
+
+    The last eight fields are the *schedule*: how the work overlaps.
+
+    Attributes:
+        dtype: element type of q, k, v and out: ``"fp16"`` or ``"bf16"``.
+        head_dim: columns of the q and k tiles.
+        head_dim_v: columns of the v and out tiles.
+        causal: bottom-right aligned causal mask.
+        tile_m: query rows of a block, 64 for each consumer warpgroup.
+        tile_n: keys of one step of the main loop.
+        stages: K and V tiles held in shared memory at once.
+        warp_specialized: loads are issued by a producer warp of their own, with register reallocation.
+        pingpong: the warpgroups take turns, so that one's softmax runs under the other's products.
+        overlap: inside a warpgroup the softmax of block j+1 runs under the PV product of block j.
+        rescale_threshold: the softmax reference moves only when the running max outgrew it by more than
+            this, in log2 units; 0 moves it always.
+        integer_max: take the row max on the raw bits with three-input integer instructions.
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    tile_m: int
+    tile_n: int
+    stages: int
+    warp_specialized: bool
+    pingpong: bool
+    overlap: bool
+    rescale_threshold: float
+    integer_max: bool
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        """Warpgroups that multiply and do softmax."""
+        return self.tile_m // WGMMA_ROWS
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block; the producer has a whole warpgroup, since registers move by warpgroup."""
+        return 128 * (self.consumer_warpgroups + int(self.warp_specialized))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of the tiles (q, also used by out; stages of k and v) and the barriers."""
+        element = ELEMENT_BYTES[self.dtype]
+        q_or_out = self.tile_m * max(self.head_dim, self.head_dim_v)
+        kv = self.stages * self.tile_n * (self.head_dim + self.head_dim_v)
+        return element * (q_or_out + kv) + 1024
+
+    @property
+    def name(self) -> str:
+        """Short unique name, e.g. ``forward_bf16_d128_causal_128x128x2_wpo``."""
+        dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
+        switches = "".join(
+            letter
+            for letter, on in (
+                ("w", self.warp_specialized),
+                ("p", self.pingpong),
+                ("o", self.overlap),
+                ("i", self.integer_max),
+            )
+            if on
+        )
+        threshold = f"t{self.rescale_threshold:g}" if self.rescale_threshold else ""
+        mask = "causal" if self.causal else "full"
+        tile = f"{self.tile_m}x{self.tile_n}x{self.stages}"
+        return f"forward_{self.dtype}_{dims}_{mask}_{tile}_{switches or 'serial'}{threshold}"
+
+    def validate(self) -> None:
+        """Raise ``ValueError`` when no kernel can be compiled from this spec."""
+        if self.dtype not in ELEMENT_BYTES:
+            raise ValueError(f"dtype={self.dtype!r}: allowed are {', '.join(ELEMENT_BYTES)}")
+        for field in ("head_dim", "head_dim_v"):
+            if getattr(self, field) not in HEAD_DIM_CLASSES:
+                raise ValueError(f"{field}={getattr(self, field)}: the tile classes are {HEAD_DIM_CLASSES}")
+        if self.head_dim != self.head_dim_v:
+            raise ValueError(f"head_dim={self.head_dim}, head_dim_v={self.head_dim_v}: must be equal")
+        if self.tile_m not in (64, 128, 192):
+            raise ValueError(f"tile_m={self.tile_m}: allowed are 64, 128 and 192 (1 to 3 consumer warpgroups)")
+        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
+            raise ValueError(f"tile_n={self.tile_n}: must be a multiple of 16 from 16 to 256")
+        if not 1 <= self.stages <= 8:
+            raise ValueError(f"stages={self.stages}: allowed are 1 to 8")
+        if self.pingpong and self.consumer_warpgroups < 2:
+            raise ValueError(f"pingpong=True needs at least two consumer warpgroups: tile_m={self.tile_m}")
+        if self.rescale_threshold < 0 or self.rescale_threshold > 8:
+            raise ValueError(f"rescale_threshold={self.rescale_threshold}: allowed are 0 to 8")
+        if self.shared_bytes > SHARED_MEMORY_PER_BLOCK:
+            raise ValueError(
+                f"{self.name} needs {self.shared_bytes} bytes of shared memory: at most {SHARED_MEMORY_PER_BLOCK}"
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dict of the fields, for JSON; ``spec_from_dict`` is the inverse."""
+        return {"kernel": "forward", **dataclasses.asdict(self)}
+
+
+def spec_from_dict(fields: dict[str, Any]) -> ForwardSpec:
+    """Rebuild a spec from ``as_dict``. Raises ``ValueError`` for an unknown kernel or unknown fields."""
+    fields = dict(fields)
+    kernel = fields.pop("kernel", None)
+    if kernel != "forward":
+        raise ValueError(f"kernel={kernel!r}: known kernels are 'forward'")
+    try:
+        return ForwardSpec(**fields)
+    except TypeError as error:
+        raise ValueError(f"not the fields of a ForwardSpec: {sorted(fields)}") from error
