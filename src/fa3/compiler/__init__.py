@@ -1,0 +1,1 @@
+"""Spec to artifact: compile without a GPU, keep in a store, load without the compiler."""
