@@ -1,0 +1,632 @@
+"""The forward kernel: out = softmax(softmax_scale * Q K^T + mask) V, and its log-sum-exp.
+
+One block computes ``tile_m`` query rows of one head; each consumer warpgroup owns 64 of them. A producer
+warp brings Q once and then K and V tile by tile through TMA into a ring of stages; the consumers multiply
+by WGMMA and do the online softmax in registers. Key tiles run from the last one a row can see down to the
+first, so that the tiles a mask cuts come first and the rest of the loop carries no masking code.
+
+Three switches of the spec say how the work overlaps. ``warp_specialized``: loads are issued by a warp that
+does nothing else; off, warp 0 of the first consumer warpgroup issues them between its products.
+``pingpong``: the warpgroups take turns at issuing their products, so that one's softmax runs under the
+other's products. ``overlap``: inside a warpgroup, the scores of tile j+1 are waited for while the PV
+product of tile j still runs, and the softmax of j+1 runs under it.
+
+Reference: FlashAttention-3, Shah et al. 2024, https://arxiv.org/abs/2407.08608, algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+
+from fa3.spec import WGMMA_ROWS, ForwardSpec
+
+from .parts import barriers, layout, mask, softmax, tiles
+from .parts.barriers import NamedBarrier
+
+WARPGROUP_THREADS = 128
+
+#: (producer, consumer) registers of a thread for each number of consumer warpgroups. They must add up to
+#: at most 512 over the warpgroups of a block (64 K registers, 128 threads each), in steps of 8.
+REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
+
+DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16}
+
+#: Elements in 16 bytes: TMA takes no finer alignment of addresses and strides.
+ALIGNMENT_ELEMENTS = 8
+
+
+class Work(NamedTuple):
+    """The tile of the output that a block computes."""
+
+    first_row: Int32
+    head: Int32
+    batch_index: Int32
+    heads_q: Int32
+    seqlen_q: Int32
+    seqlen_k: Int32
+    key_tiles: Int32
+
+
+class Load(NamedTuple):
+    """TMA copies of tiles into stages, and the stages' barriers."""
+
+    tma: cute.CopyAtom
+    target: cute.Tensor
+    source: cute.Tensor
+    full: cute.Pointer
+    empty: cute.Pointer | None
+    bytes: int
+
+
+class Store(NamedTuple):
+    """TMA copies of out tiles to global memory, and the address of LSE (0: not wanted)."""
+
+    tma: cute.CopyAtom
+    source: cute.Tensor
+    target: cute.Tensor
+    lse: Int64
+
+
+class Shared(NamedTuple):
+    """Tiles in shared memory, (rows, columns, warpgroup or stage)."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    out: cute.Tensor
+
+
+class ForwardKernel:
+    """Host launch and device code of one ``ForwardSpec``."""
+
+    def __init__(self, spec: ForwardSpec):
+        self.spec = spec
+        self.dtype = DTYPES[spec.dtype]
+        self.tile_m, self.tile_n, self.stages = spec.tile_m, spec.tile_n, spec.stages
+        self.head_dim, self.head_dim_v = spec.head_dim, spec.head_dim_v
+        self.groups = spec.consumer_warpgroups
+        self.causal = spec.causal
+
+    # ------------------------------------------------------------------ host
+
+    @cute.jit
+    def __call__(
+        self,
+        q: Int64,
+        k: Int64,
+        v: Int64,
+        out: Int64,
+        lse: Int64,
+        stream: cuda.CUstream,
+        batch: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        heads_q: Int32,
+        heads_kv: Int32,
+        head_dim: Int32,
+        head_dim_v: Int32,
+        q_batch_stride: Int64,
+        q_row_stride: Int64,
+        q_head_stride: Int64,
+        k_batch_stride: Int64,
+        k_row_stride: Int64,
+        k_head_stride: Int64,
+        v_batch_stride: Int64,
+        v_row_stride: Int64,
+        v_head_stride: Int64,
+        out_batch_stride: Int64,
+        out_row_stride: Int64,
+        out_head_stride: Int64,
+        softmax_scale: Float32,
+        section: Int32,
+    ):
+        """Build the TMA descriptors and launch.
+
+        The first five arguments are device addresses; ``lse`` may be 0, then it is not written. Strides
+        are in elements and must be multiples of 8, addresses of 16 bytes. ``section`` is explained at
+        ``tiles.tile_of_block``.
+        """
+        q_view = self.global_tensor(q, (seqlen_q, head_dim, heads_q, batch), q_row_stride, q_head_stride, q_batch_stride)
+        k_view = self.global_tensor(
+            k, (seqlen_k, head_dim, heads_kv, batch), k_row_stride, k_head_stride, k_batch_stride
+        )
+        v_view = self.global_tensor(
+            v, (seqlen_k, head_dim_v, heads_kv, batch), v_row_stride, v_head_stride, v_batch_stride
+        )
+        out_view = self.global_tensor(
+            out, (seqlen_q, head_dim_v, heads_q, batch), out_row_stride, out_head_stride, out_batch_stride
+        )
+        # The PV product sees V as its B operand, (head_dim_v, keys).
+        v_view = cute.make_tensor(v_view.iterator, cute.select(v_view.layout, mode=[1, 0, 2, 3]))
+
+        q_smem = self.tile_layout((WGMMA_ROWS, self.head_dim, self.groups), OperandMajorMode.K)
+        k_smem = self.tile_layout((self.tile_n, self.head_dim, self.stages), OperandMajorMode.K)
+        v_smem = self.tile_layout((self.head_dim_v, self.tile_n, self.stages), OperandMajorMode.MN)
+        out_smem = self.tile_layout((WGMMA_ROWS, self.head_dim_v, self.groups), OperandMajorMode.K)
+
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        q_tma, q_tensor = cpasync.make_tiled_tma_atom(
+            load, q_view, cute.select(q_smem, mode=[0, 1]), (WGMMA_ROWS, self.head_dim)
+        )
+        k_tma, k_tensor = cpasync.make_tiled_tma_atom(
+            load, k_view, cute.select(k_smem, mode=[0, 1]), (self.tile_n, self.head_dim)
+        )
+        v_tma, v_tensor = cpasync.make_tiled_tma_atom(
+            load, v_view, cute.select(v_smem, mode=[0, 1]), (self.head_dim_v, self.tile_n)
+        )
+        out_tma, out_tensor = cpasync.make_tiled_tma_atom(
+            store, out_view, cute.select(out_smem, mode=[0, 1]), (WGMMA_ROWS, self.head_dim_v)
+        )
+
+        m_blocks = (seqlen_q + self.tile_m - 1) // self.tile_m
+        self.kernel(
+            q_tma,
+            q_tensor,
+            k_tma,
+            k_tensor,
+            v_tma,
+            v_tensor,
+            out_tma,
+            out_tensor,
+            lse,
+            q_smem,
+            k_smem,
+            v_smem,
+            out_smem,
+            batch,
+            seqlen_q,
+            seqlen_k,
+            heads_q,
+            heads_q // heads_kv,
+            m_blocks,
+            section,
+            softmax_scale,
+        ).launch(
+            grid=[m_blocks * heads_q * batch, 1, 1],
+            block=[self.spec.threads, 1, 1],
+            stream=stream,
+            # Without this the compiler drops the register reallocation.
+            min_blocks_per_mp=1,
+        )
+
+    def global_tensor(
+        self, address: Int64, shape: tuple, row_stride: Int64, head_stride: Int64, batch_stride: Int64
+    ) -> cute.Tensor:
+        """(rows, columns, heads, batch) view of a tensor in global memory; columns are contiguous."""
+        pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=16)
+        row, head, batch = (cute.assume(s, divby=ALIGNMENT_ELEMENTS) for s in (row_stride, head_stride, batch_stride))
+        return cute.make_tensor(pointer, cute.make_layout(shape, stride=(row, 1, head, batch)))
+
+    def tile_layout(self, shape: tuple, major: OperandMajorMode) -> cute.ComposedLayout:
+        """Swizzled layout of tiles in shared memory, (rows, columns, stage); the swizzle spans 128 bytes."""
+        if major == OperandMajorMode.K:
+            kind, order = warpgroup.SmemLayoutAtomKind.K_SW128, (0, 1, 2)
+        else:
+            kind, order = warpgroup.SmemLayoutAtomKind.MN_SW128, (1, 0, 2)
+        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), shape, order)
+
+    def qk_mma(self) -> cute.TiledMma:
+        """S = Q K^T of one warpgroup, both operands from shared memory."""
+        return self.make_mma(self.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
+
+    def pv_mma(self) -> cute.TiledMma:
+        """O += P V of one warpgroup, P from registers, V with its columns contiguous."""
+        return self.make_mma(self.head_dim_v, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+
+    def make_mma(self, columns: int, a_source: warpgroup.OperandSource, b_major: OperandMajorMode) -> cute.TiledMma:
+        """64 x ``columns`` x 16 WGMMA with float32 accumulation.
+
+        Made anew at each use: its accumulate flag is state of the object, which must not cross the
+        boundary of a staged loop.
+        """
+        shape = (WGMMA_ROWS, columns, 16)
+        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, a_source, OperandMajorMode.K, b_major)
+        return cute.make_tiled_mma(op)
+
+    # ------------------------------------------------------------------ device
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_tma: cute.CopyAtom,
+        q_tensor: cute.Tensor,
+        k_tma: cute.CopyAtom,
+        k_tensor: cute.Tensor,
+        v_tma: cute.CopyAtom,
+        v_tensor: cute.Tensor,
+        out_tma: cute.CopyAtom,
+        out_tensor: cute.Tensor,
+        lse: Int64,
+        q_smem: cute.ComposedLayout,
+        k_smem: cute.ComposedLayout,
+        v_smem: cute.ComposedLayout,
+        out_smem: cute.ComposedLayout,
+        batch: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        heads_q: Int32,
+        heads_per_group: Int32,
+        m_blocks: Int32,
+        section: Int32,
+        softmax_scale: Float32,
+    ):
+        spec = self.spec
+        thread, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(thread // 32)
+        group_index = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        block, _, _ = cute.arch.block_idx()
+
+        if warp_index == 0:
+            for atom in (q_tma, k_tma, v_tma, out_tma):
+                cpasync.prefetch_descriptor(atom)
+
+        @cute.struct
+        class SharedStorage:
+            q_full: cute.struct.MemRange[Int64, self.groups]
+            k_full: cute.struct.MemRange[Int64, self.stages]
+            k_empty: cute.struct.MemRange[Int64, self.stages]
+            v_full: cute.struct.MemRange[Int64, self.stages]
+            v_empty: cute.struct.MemRange[Int64, self.stages]
+            # The out tile of a warpgroup takes the place of its q tile, which only it has read.
+            q: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, max(cute.cosize(q_smem), cute.cosize(out_smem))], 1024
+            ]
+            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_smem)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_smem)], 1024]
+
+        storage = cutlass.utils.SmemAllocator().allocate(SharedStorage)
+        s_q = storage.q.get_tensor(q_smem.outer, swizzle=q_smem.inner)
+        s_k = storage.k.get_tensor(k_smem.outer, swizzle=k_smem.inner)
+        s_v = storage.v.get_tensor(v_smem.outer, swizzle=v_smem.inner)
+        s_out = storage.q.get_tensor(out_smem.outer, swizzle=out_smem.inner)
+        q_full = storage.q_full.data_ptr()
+        k_full, k_empty = storage.k_full.data_ptr(), storage.k_empty.data_ptr()
+        v_full, v_empty = storage.v_full.data_ptr(), storage.v_empty.data_ptr()
+
+        if warp_index == 0:
+            with cute.arch.elect_one():
+                for g in cutlass.range_constexpr(self.groups):
+                    cute.arch.mbarrier_init(q_full + g, 1)
+                for s in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(k_full + s, 1)
+                    cute.arch.mbarrier_init(v_full + s, 1)
+                    # Every consumer warp releases a stage for itself.
+                    cute.arch.mbarrier_init(k_empty + s, 4 * self.groups)
+                    cute.arch.mbarrier_init(v_empty + s, 4 * self.groups)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        m_block, head, batch_index = tiles.tile_of_block(
+            block, m_blocks, heads_q, batch, section, longest_first=self.causal
+        )
+        first_row = m_block * self.tile_m
+        last_row = cutlass.min(first_row + self.tile_m, seqlen_q) - 1
+        key_tiles = mask.key_tiles(last_row, seqlen_q, seqlen_k, self.tile_n, self.causal)
+
+        head_kv = head // heads_per_group
+        work = Work(first_row, head, batch_index, heads_q, seqlen_q, seqlen_k, key_tiles)
+
+        q_tiles = cute.local_tile(q_tensor[None, None, head, batch_index], (WGMMA_ROWS, self.head_dim), (None, 0))
+        k_tiles = cute.local_tile(k_tensor[None, None, head_kv, batch_index], (self.tile_n, self.head_dim), (None, 0))
+        v_tiles = cute.local_tile(v_tensor[None, None, head_kv, batch_index], (self.head_dim_v, self.tile_n), (0, None))
+        out_tiles = cute.local_tile(
+            out_tensor[None, None, head, batch_index], (WGMMA_ROWS, self.head_dim_v), (None, 0)
+        )
+        load_q = Load(q_tma, *self.partition_copy(q_tma, s_q, q_tiles), q_full, None, self.tile_bytes(q_smem))
+        load_k = Load(k_tma, *self.partition_copy(k_tma, s_k, k_tiles), k_full, k_empty, self.tile_bytes(k_smem))
+        load_v = Load(v_tma, *self.partition_copy(v_tma, s_v, v_tiles), v_full, v_empty, self.tile_bytes(v_smem))
+        store_out = Store(out_tma, *self.partition_copy(out_tma, s_out, out_tiles), lse)
+        shared = Shared(s_q, s_k, s_v, s_out)
+
+        if const_expr(spec.warp_specialized):
+            producer_registers, consumer_registers = REGISTERS[self.groups]
+            if group_index == 0:
+                cute.arch.setmaxregister_decrease(producer_registers)
+                if warp_index == 0 and key_tiles > 0:
+                    self.load(work, load_q, load_k, load_v)
+            else:
+                cute.arch.setmaxregister_increase(consumer_registers)
+                self.attend(
+                    group_index - 1, thread - WARPGROUP_THREADS, work, load_q, load_k, load_v, shared, store_out,
+                    softmax_scale,
+                )  # fmt: skip
+        else:
+            self.attend(
+                group_index, thread, work, load_q, load_k, load_v, shared, store_out, softmax_scale
+            )
+
+    # ---- producer
+
+    def partition_copy(
+        self, tma: cute.CopyAtom, in_shared: cute.Tensor, in_global: cute.Tensor
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """(bytes of a tile, stage) and (bytes of a tile, tile) views for a TMA copy between the two."""
+        return cpasync.tma_partition(
+            tma, 0, cute.make_layout(1), cute.group_modes(in_shared, 0, 2), cute.group_modes(in_global, 0, 2)
+        )
+
+    def tile_bytes(self, smem: cute.ComposedLayout) -> int:
+        """Bytes that the load of one tile brings; TMA counts zero-filled elements too."""
+        return cute.size_in_bytes(self.dtype, cute.select(smem, mode=[0, 1]))
+
+    @cute.jit
+    def issue_load(self, load: Load, stage: Int32, tile: Int32):
+        """Start the copy of a tile into a stage; called by one whole warp."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(load.full + stage, load.bytes)
+        cute.copy(load.tma, load.source[None, tile], load.target[None, stage], tma_bar_ptr=load.full + stage)
+
+    @cute.jit
+    def load_q_tiles(self, work: Work, load: Load):
+        """Start the copies of the q tiles of all warpgroups."""
+        for g in cutlass.range_constexpr(self.groups):
+            self.issue_load(load, g, work.first_row // WGMMA_ROWS + g)
+
+    @cute.jit
+    def load_step(self, work: Work, load: Load, step: Int32):
+        """Wait until the stage of ``step`` is free, then start the copy of its key tile."""
+        barriers.wait_empty(load.empty, step, self.stages)
+        self.issue_load(load, step % self.stages, work.key_tiles - 1 - step)
+
+    @cute.jit
+    def load(self, work: Work, load_q: Load, load_k: Load, load_v: Load):
+        """The producer warp: q once, then K and V in the order in which the consumers ask for them."""
+        self.load_q_tiles(work, load_q)
+        self.load_step(work, load_k, Int32(0))
+        for step in cutlass.range(1, work.key_tiles, unroll=1):
+            self.load_step(work, load_k, step)
+            self.load_step(work, load_v, step - 1)
+        self.load_step(work, load_v, work.key_tiles - 1)
+
+    @cute.jit
+    def load_first_steps(self, work: Work, load_q: Load, load_k: Load, load_v: Load):
+        """Without a producer warp: fill every stage before the main loop."""
+        self.load_q_tiles(work, load_q)
+        for step in cutlass.range_constexpr(self.stages):
+            if step < work.key_tiles:
+                self.load_step(work, load_k, Int32(step))
+                self.load_step(work, load_v, Int32(step))
+
+    @cute.jit
+    def load_next_step(self, work: Work, load_k: Load, load_v: Load, step: Int32):
+        """Without a producer warp: before ``step``, refill the stages that all warpgroups left in the step before."""
+        next_k = step - 1 + self.stages
+        if next_k < work.key_tiles:
+            self.load_step(work, load_k, next_k)
+        next_v = step - 2 + self.stages
+        if step >= 2 and next_v < work.key_tiles:
+            self.load_step(work, load_v, next_v)
+
+    # ---- consumers
+
+    @cute.jit
+    def attend(
+        self,
+        group: Int32,
+        thread: Int32,
+        work: Work,
+        load_q: Load,
+        load_k: Load,
+        load_v: Load,
+        shared: Shared,
+        store_out: Store,
+        softmax_scale: Float32,
+    ):
+        """One consumer warpgroup: 64 query rows against all their keys."""
+        lane = thread % 32
+        warp_in_group = cute.arch.make_warp_uniform(thread // 32) % 4
+        group_row = work.first_row + WGMMA_ROWS * group
+        thread_row = group_row + layout.first_row(warp_in_group, lane)
+        loader_warp = False if const_expr(self.spec.warp_specialized) else thread < 32
+
+        qk_mma, pv_mma = self.qk_mma(), self.pv_mma()
+        qk_slice, pv_slice = qk_mma.get_slice(0), pv_mma.get_slice(0)
+        q_operand = qk_mma.make_fragment_A(qk_slice.partition_A(shared.q[None, None, group]))
+        k_operand = qk_mma.make_fragment_B(qk_slice.partition_B(shared.k))
+        v_operand = pv_mma.make_fragment_B(pv_slice.partition_B(shared.v))
+        scores = cute.make_rmem_tensor(qk_mma.partition_shape_C((WGMMA_ROWS, self.tile_n)), Float32)
+        output = cute.make_rmem_tensor(pv_mma.partition_shape_C((WGMMA_ROWS, self.head_dim_v)), Float32)
+        p_operand = layout.make_probability_operand(self.tile_n, self.dtype)
+
+        output.fill(0.0)
+        state = softmax.State.fresh(softmax_scale * softmax.LOG2_E)
+
+        if work.key_tiles > 0:
+            if const_expr(not self.spec.warp_specialized):
+                if loader_warp:
+                    self.load_first_steps(work, load_q, load_k, load_v)
+            if const_expr(self.spec.pingpong):
+                # The last group lets group 0 begin; the grant left over at the end is never taken.
+                if group == self.groups - 1:
+                    self.give_turn(group)
+
+            cute.arch.mbarrier_wait(load_q.full + group, 0)
+            barriers.wait_full(load_k.full, Int32(0), self.stages)
+            self.multiply(self.qk_mma(), scores, q_operand, k_operand, Int32(0), accumulate=False)
+            warpgroup.wait_group(0)
+            barriers.release(load_k.empty, Int32(0), self.stages)
+            self.softmax_step(scores, state, work, thread_row, lane, Int32(0), masked=True)
+            self.convert(scores, p_operand)
+
+            # Steps before ``first_whole`` need masking: their key tile has a key that a row does not see.
+            first_whole = Int32(1)
+            if const_expr(self.causal):
+                whole_tiles = mask.whole_key_tiles(group_row, work.seqlen_q, work.seqlen_k, self.tile_n, self.causal)
+                first_whole = cutlass.max(work.key_tiles - whole_tiles, 1)
+                for step in cutlass.range(1, cutlass.min(first_whole, work.key_tiles), unroll=1):
+                    self.step(
+                        step, True, group, lane, thread_row, loader_warp, work, load_k, load_v,
+                        q_operand, k_operand, v_operand, p_operand, scores, output, state,
+                    )  # fmt: skip
+            for step in cutlass.range(first_whole, work.key_tiles, unroll=1):
+                self.step(
+                    step, False, group, lane, thread_row, loader_warp, work, load_k, load_v,
+                    q_operand, k_operand, v_operand, p_operand, scores, output, state,
+                )  # fmt: skip
+
+            last = work.key_tiles - 1
+            barriers.wait_full(load_v.full, last, self.stages)
+            self.multiply(self.pv_mma(), output, p_operand, v_operand, last, accumulate=True)
+            warpgroup.wait_group(0)
+
+        self.store(group, thread % WARPGROUP_THREADS, thread_row, work, shared, store_out, output, state,
+                   softmax_scale)  # fmt: skip
+
+    @cute.jit
+    def step(
+        self,
+        step: Int32,
+        masked: cutlass.Constexpr,
+        group: Int32,
+        lane: Int32,
+        thread_row: Int32,
+        loader_warp: Any,
+        work: Work,
+        load_k: Load,
+        load_v: Load,
+        q_operand: cute.Tensor,
+        k_operand: cute.Tensor,
+        v_operand: cute.Tensor,
+        p_operand: cute.Tensor,
+        scores: cute.Tensor,
+        output: cute.Tensor,
+        state: softmax.State,
+    ):
+        """Scores of this step's key tile, and the PV product of the step before."""
+        if const_expr(not self.spec.warp_specialized):
+            if loader_warp:
+                self.load_next_step(work, load_k, load_v, step)
+
+        barriers.wait_full(load_k.full, step, self.stages)
+        if const_expr(self.spec.pingpong):
+            cute.arch.barrier(barrier_id=NamedBarrier.TURN + group, number_of_threads=2 * WARPGROUP_THREADS)
+        self.multiply(self.qk_mma(), scores, q_operand, k_operand, step, accumulate=False)
+        barriers.wait_full(load_v.full, step - 1, self.stages)
+        self.multiply(self.pv_mma(), output, p_operand, v_operand, step - 1, accumulate=True)
+        if const_expr(self.spec.pingpong):
+            self.give_turn(group)
+
+        # With overlap only the scores are waited for: PV runs on under the softmax.
+        warpgroup.wait_group(1 if const_expr(self.spec.overlap) else 0)
+        barriers.release(load_k.empty, step, self.stages)
+        self.softmax_step(scores, state, work, thread_row, lane, step, masked)
+
+        warpgroup.wait_group(0)
+        barriers.release(load_v.empty, step - 1, self.stages)
+        state.rescale(layout.rows_and_columns(output), self.spec.rescale_threshold)
+        self.convert(scores, p_operand)
+
+    @cute.jit
+    def multiply(
+        self,
+        mma: cute.TiledMma,
+        accumulator: cute.Tensor,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        step: Int32,
+        accumulate: cutlass.Constexpr,
+    ):
+        """Issue accumulator (+)= A B with B in the stage of ``step``, as one group of WGMMAs."""
+        stage = step % self.stages
+        warpgroup.fence()
+        mma.set(warpgroup.Field.ACCUMULATE, accumulate)
+        for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+            cute.gemm(mma, accumulator, a[None, None, k], b[None, None, k, stage], accumulator)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def give_turn(self, group: Int32):
+        """Let the next warpgroup issue its products."""
+        next_group = group + 1
+        if next_group == self.groups:
+            next_group = Int32(0)
+        cute.arch.barrier_arrive(barrier_id=NamedBarrier.TURN + next_group, number_of_threads=2 * WARPGROUP_THREADS)
+
+    @cute.jit
+    def softmax_step(
+        self,
+        scores: cute.Tensor,
+        state: softmax.State,
+        work: Work,
+        thread_row: Int32,
+        lane: Int32,
+        step: Int32,
+        masked: cutlass.Constexpr,
+    ):
+        """Turn scores into probabilities and bring the softmax state up to date."""
+        view = layout.rows_and_columns(scores)
+        if const_expr(masked):
+            first_key = (work.key_tiles - 1 - step) * self.tile_n + layout.first_column(lane)
+            mask.mask_scores(view, thread_row, first_key, work.seqlen_q, work.seqlen_k, self.causal)
+        state.update(view, self.spec.rescale_threshold, self.spec.integer_max)
+
+    def convert(self, scores: cute.Tensor, p_operand: cute.Tensor):
+        """Round the probabilities to the operand's dtype; both lie in the same order in registers."""
+        values = cute.make_tensor(p_operand.iterator, scores.layout)
+        values.store(scores.load().to(self.dtype))
+
+    # ---- epilogue
+
+    @cute.jit
+    def store(
+        self,
+        group: Int32,
+        thread_in_group: Int32,
+        thread_row: Int32,
+        work: Work,
+        shared: Shared,
+        store_out: Store,
+        output: cute.Tensor,
+        state: softmax.State,
+        softmax_scale: Float32,
+    ):
+        """Normalize, write LSE, and send the out tile through shared memory."""
+        state.normalize(layout.rows_and_columns(output))
+        if store_out.lse != 0:
+            if thread_in_group % 4 == 0:
+                pointer = cute.make_ptr(Float32, store_out.lse, cute.AddressSpace.gmem, assumed_align=4)
+                first = (Int64(work.batch_index) * work.heads_q + work.head) * work.seqlen_q
+                row_lse = cute.make_tensor(pointer + first, cute.make_layout(work.seqlen_q))
+                for r in cutlass.range_constexpr(layout.ROWS_PER_THREAD):
+                    row = thread_row + 8 * r
+                    if row < work.seqlen_q:
+                        row_lse[row] = state.log_sum_exp(r, softmax_scale)
+
+        rounded = cute.make_rmem_tensor(output.layout, self.dtype)
+        rounded.store(output.load().to(self.dtype))
+        copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), self.pv_mma())
+        copy_slice = copy.get_slice(thread_in_group)
+        cute.copy(copy, copy_slice.retile(rounded), copy_slice.partition_D(shared.out[None, None, group]))
+        # Ordinary writes must be visible to TMA before the thread that issues the store goes on.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=NamedBarrier.STORE + group, number_of_threads=WARPGROUP_THREADS)
+        if thread_in_group < 32:
+            tile = work.first_row // WGMMA_ROWS + group
+            cute.copy(store_out.tma, store_out.source[None, group], store_out.target[None, tile])
+            # Shared memory must live until TMA has read it.
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def compile_forward(spec: ForwardSpec, options: str) -> Any:
+    """Compile the spec's host entry; needs no GPU."""
+    addresses = [Int64(0)] * 5
+    strides = [Int64(0)] * 12
+    return cute.compile(
+        ForwardKernel(spec),
+        *addresses,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=False),
+        *[Int32(1)] * 7,
+        *strides,
+        Float32(1.0),
+        Int32(1),
+        options=options,
+    )

@@ -1,0 +1,1 @@
+"""Bricks shared by the kernels."""
