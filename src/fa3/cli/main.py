@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     try:
         return int(args.run(args))
-    except (FA3Error, ValueError, TypeError, NotImplementedError) as error:
+    except (FA3Error, ValueError, NotImplementedError) as error:
         print(f"fa3 {args.command}: {error}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:

@@ -1,0 +1,531 @@
+"""Speed of attention on this machine: fa3 beside every peer that is installed, interleaved in one run.
+
+After a warm-up of one second each cell is measured twice: in short bursts (the card is cool and its clock high) and
+in steady state (the card sits at its power limit). Rounds go A B C A B C, so that a drift of the clock hits all alike.
+The figures are medians; inputs rotate so that the L2 cache does not keep them from call to call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import itertools
+import json
+import math
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fa3.cli.roofline import attention_flops, utilisation
+
+if TYPE_CHECKING:
+    import torch
+
+    from fa3.cli.peers import Call, Impl
+    from fa3.cli.timing import Sample, Sensors
+
+#: What the default cells hold in all: tokens, and heads times head dim.
+TOKENS = 16384
+HIDDEN = 2048
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+HEAD_DIMS = (64, 128, 256)
+MASKS = ("full", "causal")
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+
+#: Rounds of bursts, and of steady runs, that go over all implementations of a cell.
+BURST_ROUNDS = 11
+STEADY_ROUNDS = 2
+#: Seconds of one steady run, its settling time included.
+STEADY_SECONDS = 1.0
+WARM_UP_SECONDS = 1.0
+#: Seconds after which a run takes no new cell. What was measured until then is kept.
+TIME_LIMIT = 140.0
+#: Largest difference from the first implementation's output that another may have; a bf16 output of random
+#: inputs is rounded at 2^-9 of values that stay below 4.
+AGREEMENT = 0.03
+
+#: Host time is measured where the GPU has next to nothing to do.
+HOST_SHAPE = (1, 128, 4, 128)
+HOST_CALLS = 200
+HOST_ROUNDS = 21
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One problem that is timed: ``batch`` sequences of ``seqlen`` tokens, heads of ``head_dim`` columns."""
+
+    head_dim: int
+    causal: bool
+    seqlen: int
+    batch: int
+    heads: int
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of one forward."""
+        return attention_flops(
+            batch=self.batch,
+            heads=self.heads,
+            seqlen_q=self.seqlen,
+            seqlen_k=self.seqlen,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim,
+            causal=self.causal,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.head_dim}-{'causal' if self.causal else 'full'}-{self.seqlen}"
+
+
+def make_cell(head_dim: int, causal: bool, seqlen: int, tokens: int, hidden: int) -> Cell:
+    """The cell of ``tokens`` in all, and of ``hidden`` columns over all heads."""
+    return Cell(head_dim, causal, seqlen, max(1, tokens // seqlen), max(1, hidden // head_dim))
+
+
+def parse_cells(text: str, tokens: int, hidden: int) -> list[Cell]:
+    """Cells from ``D-MASK-SEQLEN,...``, e.g. ``128-full-16384,64-causal-4096``."""
+    cells = []
+    for item in text.split(","):
+        parts = item.split("-")
+        if len(parts) != 3 or parts[1] not in MASKS or not (parts[0].isdigit() and parts[2].isdigit()):
+            raise ValueError(f"--cells {item!r}: expected D-MASK-SEQLEN with a mask of {MASKS}, e.g. 128-full-16384")
+        head_dim, seqlen = int(parts[0]), int(parts[2])
+        if head_dim < 1 or seqlen < 1:
+            raise ValueError(f"--cells {item!r}: head dim and sequence length must be at least 1")
+        cells.append(make_cell(head_dim, parts[1] == "causal", seqlen, tokens, hidden))
+    return cells
+
+
+def parse_integers(name: str, text: str) -> list[int]:
+    """Positive integers from a comma-separated list."""
+    items = text.split(",")
+    if not all(item.isdigit() and int(item) > 0 for item in items):
+        raise ValueError(f"{name} {text!r}: expected positive integers with commas between them")
+    return [int(item) for item in items]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``fa3 bench``."""
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--ablation", action="store_true", help="the switches of the schedule, off and on, at one cell")
+    kind.add_argument("--host", action="store_true", help="host time of a call, at a tiny shape")
+    parser.add_argument("--cells", help="D-MASK-SEQLEN,... instead of the grid, e.g. 128-full-16384,64-causal-4096")
+    parser.add_argument("--head-dims", help="head dims of the grid, with commas")
+    parser.add_argument("--masks", default="full,causal", help="masks of the grid (default: full,causal)")
+    parser.add_argument("--seqlens", help="sequence lengths of the grid, with commas")
+    parser.add_argument("--tokens", type=int, help=f"tokens of a cell in all (default: {TOKENS}, on a CPU 2048)")
+    parser.add_argument("--hidden", type=int, help=f"heads times head dim (default: {HIDDEN}, on a CPU 512)")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="element type (default: bf16, on a CPU fp32)")
+    parser.add_argument("--impls", help="implementations to measure, with commas (default: all found)")
+    parser.add_argument("--steady", default="16384", help="sequence lengths also run in steady state, 'all' or 'none'")
+    parser.add_argument("--quick", action="store_true", help="three rounds, no steady state: a first look")
+    parser.add_argument("--limit", type=float, default=TIME_LIMIT, help="seconds after which no new cell begins")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result file")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the result")
+
+
+def _git_commit() -> str:
+    """Commit of the source tree this module lies in, with ``+`` when it has changes; ``unknown`` elsewhere."""
+    folder = Path(__file__).resolve().parent
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+        tracked = subprocess.run(
+            ["git", "ls-files", "--error-unmatch", __file__], cwd=folder, capture_output=True, timeout=10
+        )
+        changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "."], cwd=folder, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    if tracked.returncode:
+        return "unknown"  # installed into an environment that lies in somebody else's repository
+    return head + ("+" if changed.returncode else "")
+
+
+def facts(device: torch.device, sensors: Sensors, impls: Sequence[Impl], missing: dict[str, str]) -> Row:
+    """The head of a result file: the machine, the versions, and what was run."""
+    import torch
+
+    on_gpu = device.type == "cuda"
+    try:
+        cutlass: str | None = importlib.metadata.version("nvidia-cutlass-dsl")
+    except importlib.metadata.PackageNotFoundError:
+        cutlass = None
+    return {
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
+        "sm_count": torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else None,
+        "driver": sensors.driver(),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "cutlass": cutlass,
+        "fa3": importlib.metadata.version("fa3"),
+        "commit": _git_commit(),
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["fa3", *sys.argv[1:]]),
+        "impls": {impl.name: impl.version for impl in impls},
+        "missing": missing,
+        "notes": [] if sensors.problem is None else [sensors.problem],
+        "rows": [],
+    }
+
+
+def inputs(cell: Cell, dtype: torch.dtype, device: torch.device) -> list[tuple[torch.Tensor, ...]]:
+    """Sets of random q, k, v, as many as it takes to be twice as large as the L2 cache, at most eight."""
+    import torch
+
+    shape = (cell.batch, cell.seqlen, cell.heads, cell.head_dim)
+    size = 3 * math.prod(shape) * dtype.itemsize
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    generator = torch.Generator(device).manual_seed(0)
+    sets = max(1, min(8, math.ceil(2 * l2_bytes / size)))
+    return [
+        tuple(torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(3))
+        for _ in range(sets)
+    ]
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One implementation bound to the inputs of a cell; ``spec`` is set when one kernel was asked for by its spec."""
+
+    impl: Impl
+    calls: list[Call]
+    ms: float
+    spec: str | None = None
+
+
+def enter(
+    impls: Sequence[tuple[Impl, str | None]],
+    cell: Cell,
+    tensors: list[tuple[torch.Tensor, ...]],
+    device: torch.device,
+    notes: list[str],
+) -> list[Entrant]:
+    """Bind every implementation to the inputs, run it once, compare its output with the first one's, and time it."""
+    import torch
+
+    from fa3.cli.timing import burst, synchronize
+
+    entrants: list[Entrant] = []
+    expected: torch.Tensor | None = None
+    for impl, spec in impls:
+        label = f"{impl.name} {spec}" if spec else impl.name
+        try:
+            with impl.context():
+                calls = [impl.prepare(q, k, v, cell.causal) for q, k, v in tensors]
+                out = calls[0]()
+                synchronize(device)
+                silent = _NoSensors()
+                burst(device, calls, 2, silent)
+                ms = burst(device, calls, 3, silent).ms
+        except Exception as error:  # a peer may fail in any way; the others are still measured
+            first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+            notes.append(f"{cell}: {label} left out: {type(error).__name__}: {first_line}")
+            if impl.name == "fa3" and spec is None:
+                raise
+            continue
+        out = out[0] if isinstance(out, (tuple, list)) else out
+        assert isinstance(out, torch.Tensor)
+        if impl.name in ("cudnn", "fa2"):
+            out = out.transpose(1, 2)
+        if expected is None:
+            expected = out
+        difference = (out.float() - expected.float()).abs().max().item()
+        if not difference <= AGREEMENT:
+            notes.append(f"{cell}: {label} differs from {entrants[0].impl.name if entrants else label}: {difference}")
+        entrants.append(Entrant(impl, calls, ms, spec))
+    return entrants
+
+
+class _NoSensors:
+    """Stands in for ``Sensors`` while nothing is recorded."""
+
+    def clock_mhz(self) -> None:
+        return None
+
+
+def row(entrant: Entrant, cell: Cell, dtype: str, sample: Sample, regime: str) -> Row:
+    """One row of a result file."""
+    fields: Row = {
+        "impl": entrant.impl.name,
+        "direction": "fwd",
+        "dtype": dtype,
+        "d": cell.head_dim,
+        "dv": cell.head_dim,
+        "causal": cell.causal,
+        "b": cell.batch,
+        "s": cell.seqlen,
+        "h": cell.heads,
+        "hk": cell.heads,
+        "ms": round(sample.ms, 5),
+        "tflops": round(cell.flops / sample.ms / 1e9, 2),
+        "clock_mhz": sample.clock_mhz,
+        "watts": None if sample.watts is None else round(sample.watts, 1),
+        "regime": regime,
+    }
+    if entrant.spec is not None:
+        fields["spec"] = entrant.spec
+    return fields
+
+
+def measure_cell(
+    entrants: Sequence[Entrant],
+    cell: Cell,
+    dtype: str,
+    device: torch.device,
+    sensors: Sensors,
+    *,
+    burst_rounds: int,
+    steady_rounds: int,
+) -> list[Row]:
+    """Rows of one cell: a burst row for each entrant, and a steady row too when ``steady_rounds`` is not 0."""
+    from fa3.cli.timing import burst, burst_calls, median, steady
+
+    rows: list[Row] = []
+    bursts: list[list[Sample]] = [[] for _ in entrants]
+    for _, (index, entrant) in itertools.product(range(burst_rounds), enumerate(entrants)):
+        with entrant.impl.context():
+            bursts[index].append(burst(device, entrant.calls, burst_calls(entrant.ms), sensors))
+    rows += [
+        row(entrant, cell, dtype, median(samples), "burst") for entrant, samples in zip(entrants, bursts, strict=True)
+    ]
+    if not steady_rounds:
+        return rows
+    runs: list[list[Sample]] = [[] for _ in entrants]
+    for _, (index, entrant) in itertools.product(range(steady_rounds), enumerate(entrants)):
+        with entrant.impl.context():
+            runs[index].append(steady(device, entrant.calls, entrant.ms, STEADY_SECONDS, sensors))
+    rows += [
+        row(entrant, cell, dtype, median(samples), "steady") for entrant, samples in zip(entrants, runs, strict=True)
+    ]
+    return rows
+
+
+def warm_up(entrants: Sequence[Entrant], device: torch.device, seconds: float) -> None:
+    """Run all entrants in turn for ``seconds``."""
+    from fa3.cli.timing import synchronize
+
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        for entrant in entrants:
+            with entrant.impl.context():
+                entrant.calls[0]()
+        synchronize(device)
+
+
+def schedule_impls() -> list[tuple[Impl, str | None]]:
+    """fa3's own kernel, once for every combination of the switches of the schedule."""
+    from fa3 import plan
+    from fa3.backends import hopper
+    from fa3.cli.peers import Call, Impl
+    from fa3.spec import ForwardSpec
+
+    def prepare(spec: ForwardSpec) -> Callable[..., Call]:
+        def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:
+            if causal != spec.causal:
+                raise ValueError(f"{spec.name} has causal={spec.causal}")
+            softmax_scale = q.shape[-1] ** -0.5
+            return lambda: hopper.forward_with_spec(spec, q, k, v, softmax_scale, return_lse=False)
+
+        return bind
+
+    version = importlib.metadata.version("fa3")
+    return [
+        (Impl("fa3", version, prepare(spec)), spec.name)
+        for spec in plan.shipped_specs("schedule")
+        if spec.dtype == "bf16" and spec.head_dim == 128 and not spec.causal
+    ]
+
+
+def measure_host(impls: Sequence[Impl], dtype: str, device: torch.device) -> list[Row]:
+    """Host time of one call for each implementation, in microseconds: rows of the regime ``host``."""
+    import statistics
+
+    import torch
+
+    from fa3.cli.timing import host_us
+
+    batch, seqlen, heads, head_dim = HOST_SHAPE
+    cell = Cell(head_dim, False, seqlen, batch, heads)
+    tensors = inputs(cell, getattr(torch, DTYPES[dtype]), device)[:1]
+    notes: list[str] = []
+    entrants = enter([(impl, None) for impl in impls], cell, tensors, device, notes)
+    times: list[list[float]] = [[] for _ in entrants]
+    for _, (index, entrant) in itertools.product(range(HOST_ROUNDS), enumerate(entrants)):
+        with entrant.impl.context():
+            times[index].append(host_us(device, entrant.calls[0], HOST_CALLS))
+    rows = []
+    for entrant, samples in zip(entrants, times, strict=True):
+        fields = row(entrant, cell, dtype, _no_time(), "host")
+        rows.append({**fields, "ms": None, "tflops": None, "host_us": round(statistics.median(samples), 2)})
+    return rows
+
+
+def _no_time() -> Sample:
+    from fa3.cli.timing import Sample
+
+    return Sample(ms=math.inf)
+
+
+def print_table(result: Row) -> None:
+    """The rows as tables, one a regime: TFLOPS of each implementation, and fa3's ratio to each peer."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    rows: list[Row] = result["rows"]
+    head = result["gpu"] or "CPU"
+    for regime in ("host", "burst", "steady"):
+        group = [entry for entry in rows if entry["regime"] == regime]
+        if not group:
+            continue
+        if regime == "host":
+            table = Table("impl", "host time of a call", title=f"{head}, no waiting between calls")
+            for entry in group:
+                table.add_row(entry["impl"], f"{entry['host_us']:.1f} us")
+        else:
+            table = Table(title=f"{head}, {regime}: TFLOPS")
+            for column in ("cell", "b", "impl", "ms", "TFLOPS", "fa3 is faster by", "MHz", "W", "at its clock", "J"):
+                table.add_column(column, justify="left" if column in ("cell", "impl") else "right")
+            ours = {
+                _cell_key(entry): entry["ms"] for entry in group if entry["impl"] == "fa3" and "spec" not in entry
+            }
+            for entry in group:
+                table.add_row(*_cells_of(entry, ours.get(_cell_key(entry)), result["sm_count"]))
+        console.print(table)
+    for note in result["notes"]:
+        console.print(f"note: {note}", highlight=False)
+    for name, reason in result["missing"].items():
+        console.print(f"not measured: {name}: {reason}", highlight=False)
+
+
+def _cell_key(entry: Row) -> tuple[Any, ...]:
+    return tuple(entry[field] for field in ("dtype", "d", "causal", "b", "s", "h", "hk"))
+
+
+def _cells_of(entry: Row, ours_ms: float | None, sm_count: int | None) -> list[str]:
+    clock, watts = entry["clock_mhz"], entry["watts"]
+    mask = "causal" if entry["causal"] else "full"
+    return [
+        f"{entry['dtype']} {entry['d']}-{mask}-{entry['s']}",
+        str(entry["b"]),
+        entry.get("spec", entry["impl"]),
+        f"{entry['ms']:.3f}",
+        f"{entry['tflops']:.0f}" if entry["tflops"] >= 10 else f"{entry['tflops']:.2f}",
+        f"{entry['ms'] / ours_ms:.2f}x" if ours_ms else "",
+        f"{clock:.0f}" if clock else "",
+        f"{watts:.0f}" if watts else "",
+        f"{utilisation(entry['tflops'], sm_count, clock):.2f}" if clock and sm_count else "",
+        f"{watts * entry['ms'] / 1e3:.3f}" if watts else "",
+    ]
+
+
+def _write(result: Row, path: Path | None) -> None:
+    """Write the result file in one step, so that an interrupted run leaves what it had."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    partial.replace(path)
+
+
+def _choose_cells(args: argparse.Namespace, on_gpu: bool) -> list[Cell]:
+    tokens = args.tokens or (TOKENS if on_gpu else 2048)
+    hidden = args.hidden or (HIDDEN if on_gpu else 512)
+    if tokens < 1 or hidden < 1:
+        raise ValueError(f"--tokens {tokens}, --hidden {hidden}: must be at least 1")
+    if args.cells:
+        return parse_cells(args.cells, tokens, hidden)
+    if args.ablation:
+        return parse_cells("128-full-16384", tokens, hidden)
+    head_dims = parse_integers("--head-dims", args.head_dims) if args.head_dims else list(HEAD_DIMS)
+    default = SEQLENS if on_gpu else (512, 2048)
+    seqlens = parse_integers("--seqlens", args.seqlens) if args.seqlens else list(default)
+    masks = args.masks.split(",")
+    for mask in masks:
+        if mask not in MASKS:
+            raise ValueError(f"--masks {mask!r}: allowed are {', '.join(MASKS)}")
+    if args.quick and not args.seqlens:
+        seqlens = seqlens[1::2] or seqlens
+    return [
+        make_cell(head_dim, mask == "causal", seqlen, tokens, hidden)
+        for head_dim, mask, seqlen in itertools.product(head_dims, masks, seqlens)
+    ]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the tables, write the files. Returns 0, or 1 when nothing could be measured."""
+    import torch
+
+    from fa3.cli import peers
+    from fa3.cli.timing import Sensors
+
+    begin = time.perf_counter()
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    dtype = args.dtype or ("bf16" if on_gpu else "fp32")
+    if args.ablation and not on_gpu:
+        raise ValueError("--ablation runs the kernel's schedules: it needs a Hopper GPU")
+    cells = _choose_cells(args, on_gpu)
+    steady_seqlens = _steady_seqlens(args.steady, cells, on_gpu and not args.quick)
+    impls, missing = peers.find(device, tuple(args.impls.split(",")) if args.impls else None)
+    sensors = Sensors(device)
+    result = {"kind": _kind(args), **facts(device, sensors, impls, missing)}
+    with torch.inference_mode():
+        if args.host:
+            result["rows"] = measure_host(impls, dtype, device)
+            cells = []
+        for number, cell in enumerate(cells):
+            if time.perf_counter() - begin > args.limit:
+                result["notes"].append(f"stopped after {args.limit:g} s: {len(cells) - number} cells not measured")
+                break
+            entries: list[tuple[Impl, str | None]] = [(impl, None) for impl in impls]
+            if args.ablation:
+                entries = schedule_impls() + [entry for entry in entries if entry[0].name in ("official", "fa2")]
+            tensors = inputs(cell, getattr(torch, DTYPES[dtype]), device)
+            entrants = enter(entries, cell, tensors, device, result["notes"])
+            warm_up(entrants, device, 0.1 if args.quick else WARM_UP_SECONDS if number == 0 else 0.2)
+            result["rows"] += measure_cell(
+                entrants,
+                cell,
+                dtype,
+                device,
+                sensors,
+                burst_rounds=3 if args.quick else BURST_ROUNDS,
+                steady_rounds=STEADY_ROUNDS if cell.seqlen in steady_seqlens else 0,
+            )
+            del tensors, entrants
+            _write(result, args.json)
+    _write(result, args.json)
+    print_table(result)
+    if args.json:
+        print(f"wrote {args.json}")
+    if args.png and result["rows"]:
+        from fa3.cli import plots
+
+        plots.save(plots.figure_of(result), args.png)
+        print(f"wrote {args.png}")
+    return 0 if result["rows"] else 1
+
+
+def _kind(args: argparse.Namespace) -> str:
+    return "host" if args.host else "ablation" if args.ablation else "speed"
+
+
+def _steady_seqlens(text: str, cells: Sequence[Cell], wanted: bool) -> set[int]:
+    if not wanted or text == "none":
+        return set()
+    if text == "all":
+        return {cell.seqlen for cell in cells}
+    return set(parse_integers("--steady", text))

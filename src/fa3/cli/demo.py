@@ -1,0 +1,222 @@
+"""Exact attention on a real-sized problem, with what this machine has.
+
+Runs fa3 and plain PyTorch on the same inputs, measures both against the float64 oracle, and shows the memory that
+each takes beside the N x N matrix of scores that fa3 never makes. On a Hopper GPU this is the hopper backend, on a
+CPU the tiled one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+#: (batch, seqlen, heads, head dim): seconds on two CPU cores, and a GPU's worth of work.
+CPU_SHAPE = (1, 4096, 4, 64)
+GPU_SHAPE = (1, 16384, 16, 128)
+
+#: Calls timed after the first one; the best of them is shown.
+REPEATS = {"cpu": 2, "cuda": 20}
+
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one implementation did: time in ms, bytes it took at its peak, and its error against the oracle."""
+
+    label: str
+    ms: float
+    extra_bytes: int
+    errors: object
+    max_error: float
+    rmse: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``fa3 demo``."""
+    parser.add_argument("--shape", help="B,S,H,D (default: what this machine does in seconds)")
+    parser.add_argument("--causal", action="store_true", help="causal mask")
+    parser.add_argument("--png", type=Path, default=Path("fa3-demo.png"), metavar="FILE", help="where the picture goes")
+
+
+def parse_shape(text: str) -> tuple[int, int, int, int]:
+    """``B,S,H,D`` as four positive integers."""
+    parts = text.split(",")
+    if len(parts) != 4 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"--shape {text!r}: expected four positive integers B,S,H,D: batch, seqlen, heads, head dim")
+    batch, seqlen, heads, head_dim = (int(part) for part in parts)
+    return batch, seqlen, heads, head_dim
+
+
+def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """Attention as one writes it in PyTorch: scores and softmax in float32, probabilities in the inputs' dtype."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5
+    if causal:
+        rows, keys = scores.shape[-2:]
+        scores.masked_fill_(scores.new_ones(rows, keys).triu(keys - rows + 1).bool(), float("-inf"))
+    return (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2)
+
+
+def oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """The float64 oracle on each head by itself, so that its scores fit."""
+    import torch
+
+    from fa3.reference import reference
+
+    heads = [
+        reference(q[:, :, h : h + 1], k[:, :, h : h + 1], v[:, :, h : h + 1], causal=causal)[0]
+        for h in range(q.shape[2])
+    ]
+    return torch.cat(heads, dim=2)
+
+
+class _Peak:
+    """Bytes taken at the peak of a block of code, above what was there before it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.bytes = 0
+
+    def __enter__(self) -> _Peak:
+        import torch
+
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+        else:
+            _reset_peak_resident()
+            self._before = _resident("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import torch
+
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            peak = torch.cuda.max_memory_allocated(self._device)
+        else:
+            peak = _resident("VmHWM")
+        self.bytes = max(0, peak - self._before)
+
+
+def _reset_peak_resident() -> None:
+    # 5 resets the high-water mark of this process; a kernel without it leaves the mark of before.
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pass
+
+
+def _resident(field: str) -> int:
+    """Bytes of a field of /proc/self/status, 0 where there is none (not Linux)."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":")), 0)
+
+
+def measure(
+    label: str,
+    call: Callable[[], torch.Tensor],
+    expected: torch.Tensor,
+    device: torch.device,
+    repeats: int,
+) -> Measured:
+    """Run ``call`` once for memory and error, then ``repeats`` times for the time."""
+    import torch
+
+    from fa3.cli.timing import synchronize
+
+    with _Peak(device) as peak:
+        out = call()
+    errors = (out.double() - expected).abs().flatten()
+    del out
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        begin = time.perf_counter()
+        call()
+        synchronize(device)
+        times.append((time.perf_counter() - begin) * 1e3)
+    return Measured(
+        label=label,
+        ms=min(times),
+        extra_bytes=peak.bytes,
+        errors=errors.to(torch.float32).cpu().numpy(),
+        max_error=errors.max().item(),
+        rmse=errors.square().mean().sqrt().item(),
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run both, print the comparison, draw it. Returns 1 if fa3's error is more than twice plain PyTorch's."""
+    import torch
+
+    import fa3
+    from fa3 import backends
+    from fa3.cli import plots
+    from fa3.cli.roofline import attention_flops
+    from fa3.problem import check_forward
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    batch, seqlen, heads, head_dim = (
+        parse_shape(args.shape) if args.shape else GPU_SHAPE if device.type == "cuda" else CPU_SHAPE
+    )
+    dtype = torch.bfloat16
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v = (
+        torch.randn(batch, seqlen, heads, head_dim, generator=generator, device=device, dtype=dtype) for _ in range(3)
+    )
+    backend = backends.choose(check_forward(q, k, v, causal=args.causal), device)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    mask = "causal" if args.causal else "full"
+    shape = f"batch {batch}, {seqlen} tokens, {heads} heads of {head_dim}, bf16, {mask}"
+    print(f"fa3 {backend} backend on {where}\n{shape}\n", flush=True)
+
+    repeats = REPEATS[device.type]
+    with torch.inference_mode():
+        expected = oracle(q, k, v, args.causal)
+        ours = measure(
+            f"fa3 ({backend})", lambda: fa3.flash_attn_func(q, k, v, causal=args.causal), expected, device, repeats
+        )
+        plain = measure("plain PyTorch", lambda: plain_attention(q, k, v, args.causal), expected, device, repeats)
+
+    flops = attention_flops(
+        batch=batch,
+        heads=heads,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        causal=args.causal,
+    )
+    print(f"{'':22}{'max error':>12}{'RMSE':>12}{'memory':>12}{'time':>12}{'TFLOPS':>9}")
+    for measured in (ours, plain):
+        print(
+            f"{measured.label:22}{measured.max_error:12.2e}{measured.rmse:12.2e}"
+            f"{measured.extra_bytes / 1e6:9,.0f} MB{measured.ms:9,.2f} ms{flops / measured.ms / 1e9:9.2f}"
+        )
+    matrix = batch * heads * seqlen * seqlen * 4
+    print(f"\nThe N x N matrix of scores, never made by fa3: {matrix / 1e6:,.0f} MB in float32.")
+    print("Errors are against float64 attention by its definition; memory is the peak of one call, its output included.")
+    if plots.available():
+        plots.save(plots.demo_figure(ours, plain, f"{where}: {shape}"), args.png)
+        print(f"picture: {args.png}")
+    else:
+        print('no picture: matplotlib is not installed (pip install "fa3[bench]")')
+    # One unit in the last place of the largest output, so that two roundings of the same value do not fail it.
+    ulp = torch.finfo(dtype).eps * expected.abs().max().item()
+    if ours.max_error > 2 * plain.max_error + ulp:
+        print("fa3's error is more than twice that of plain PyTorch: something is wrong here", file=sys.stderr)
+        return 1
+    return 0

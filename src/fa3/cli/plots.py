@@ -1,0 +1,191 @@
+"""Pictures of result files and of the demo, with matplotlib (the extra ``bench``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fa3.cli.roofline import attention_flops
+from fa3.errors import FA3Error
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fa3.cli.demo import Measured
+
+Row = dict[str, Any]
+
+#: One colour an implementation, in every picture; fa3 stands out, the peers keep back.
+COLOURS = {
+    "fa3": "#d1495b",
+    "official": "#30638e",
+    "fa4": "#4f9d9d",
+    "cudnn": "#7fb069",
+    "fa2": "#b7b7b7",
+    "tiled": "#d1495b",
+}
+LABELS = {
+    "fa3": "fa3",
+    "official": "official FlashAttention-3",
+    "fa4": "flash-attn-4",
+    "cudnn": "cuDNN (SDPA)",
+    "fa2": "FlashAttention-2 (SDPA)",
+    "tiled": "fa3, tiled backend",
+}
+
+
+def available() -> bool:
+    """Is matplotlib installed."""
+    import importlib.util
+
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def _new_figure(width: float, height: float) -> Figure:
+    if not available():
+        raise FA3Error('pictures need matplotlib: pip install "fa3[bench]"')
+    # The object itself and not pyplot: no window system is asked for, and no state is left behind.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG; the same figure gives the same bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, format="png", metadata={"Software": None})
+
+
+def figure_of(result: Row, regime: str | None = None) -> Figure:
+    """The picture that fits a result file: speed by sequence length, the schedule's steps, or host time."""
+    rows = result["rows"]
+    if not rows:
+        raise ValueError("the result file has no rows to draw")
+    if result["kind"] == "host":
+        return _bars(
+            [LABELS[row["impl"]] for row in rows],
+            [row["host_us"] for row in rows],
+            [COLOURS[row["impl"]] for row in rows],
+            "host time of one call, microseconds",
+            _subtitle(result),
+        )
+    if regime is None:
+        regime = "burst"
+    rows = [row for row in rows if row["regime"] == regime]
+    if result["kind"] == "ablation":
+        return _bars(
+            [row.get("spec", LABELS[row["impl"]]) for row in rows],
+            [row["tflops"] for row in rows],
+            [COLOURS[row["impl"]] for row in rows],
+            f"TFLOPS, {regime}",
+            _subtitle(result),
+        )
+    return _speed(rows, f"{_subtitle(result)}, {regime}")
+
+
+def _subtitle(result: Row) -> str:
+    driver = f", driver {result['driver']}" if result["driver"] else ""
+    return f"{result['gpu'] or 'CPU'}{driver}, torch {result['torch']}, {result['date'][:10]}"
+
+
+def _speed(rows: Sequence[Row], title: str) -> Figure:
+    """One panel for each head dim and mask, one group of bars for each sequence length."""
+    head_dims = sorted({row["d"] for row in rows})
+    masks = sorted({row["causal"] for row in rows})
+    impls = [name for name in COLOURS if any(row["impl"] == name for row in rows)]
+    figure = _new_figure(4.6 * len(head_dims), 3.0 * len(masks) + 0.8)
+    panels = figure.subplots(len(masks), len(head_dims), squeeze=False, sharey=True)
+    for panel_row, causal in zip(panels, masks, strict=True):
+        for axes, head_dim in zip(panel_row, head_dims, strict=True):
+            cells = [row for row in rows if row["d"] == head_dim and row["causal"] == causal]
+            seqlens = sorted({row["s"] for row in cells})
+            for index, impl in enumerate(impls):
+                found = [row for row in cells if row["impl"] == impl]
+                width = 0.84 / len(impls)
+                axes.bar(
+                    [seqlens.index(row["s"]) + (index - (len(impls) - 1) / 2) * width for row in found],
+                    [row["tflops"] for row in found],
+                    width * 0.92,
+                    color=COLOURS[impl],
+                    label=LABELS[impl],
+                )
+            dtypes = "/".join(sorted({row["dtype"] for row in cells}))
+            axes.set_title(f"head dim {head_dim}, {'causal' if causal else 'full'}, {dtypes}", fontsize=10)
+            axes.set_xticks(range(len(seqlens)), [_short(seqlen) for seqlen in seqlens])
+            _plain(axes)
+        panel_row[0].set_ylabel("TFLOPS")
+    for axes in panels[-1]:
+        axes.set_xlabel("sequence length")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _bars(labels: Sequence[str], values: Sequence[float], colours: Sequence[str], unit: str, title: str) -> Figure:
+    figure = _new_figure(8.0, 0.42 * len(labels) + 1.2)
+    axes = figure.subplots()
+    places = range(len(labels))
+    bars = axes.barh(places, values, color=list(colours), height=0.72)
+    axes.bar_label(bars, fmt="%.0f" if max(values) >= 100 else "%.1f", padding=3, fontsize=9)
+    axes.set_yticks(places, labels, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    axes.margins(x=0.1)
+    _plain(axes)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _short(seqlen: int) -> str:
+    return f"{seqlen // 1024}k" if seqlen % 1024 == 0 else str(seqlen)
+
+
+def _plain(axes: Any) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(length=0)
+
+
+def demo_figure(ours: Measured, plain: Measured, title: str) -> Figure:
+    """Two panels: how the errors of every output element are spread, and the memory beside the N x N matrix."""
+    import numpy as np
+
+    figure = _new_figure(10.5, 4.0)
+    left, right = figure.subplots(1, 2)
+    largest = max(ours.max_error, plain.max_error)
+    bins = np.linspace(0.0, largest, 60)
+    for measured, colour in ((plain, COLOURS["fa2"]), (ours, COLOURS["fa3"])):
+        left.hist(
+            measured.errors, bins=bins, histtype="stepfilled", alpha=0.7, color=colour, label=measured.label, log=True
+        )
+    left.set_xlabel("absolute error against the float64 oracle")
+    left.set_ylabel("output elements")
+    left.legend(frameon=False)
+    names = [ours.label, plain.label]
+    megabytes = [ours.extra_bytes / 1e6, plain.extra_bytes / 1e6]
+    bars = right.bar(names, megabytes, color=[COLOURS["fa3"], COLOURS["fa2"]], width=0.55)
+    right.bar_label(bars, fmt="{:,.0f} MB", padding=3)
+    right.set_ylabel("memory of the call at its peak, MB")
+    right.margins(y=0.12)
+    for axes in (left, right):
+        _plain(axes)
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def flops_of(row: Row) -> float:
+    """FLOPs of one call of a result row, by the convention that its TFLOPS were computed with."""
+    return attention_flops(
+        batch=row["b"],
+        heads=row["h"],
+        seqlen_q=row["s"],
+        seqlen_k=row["s"],
+        head_dim=row["d"],
+        head_dim_v=row["dv"],
+        causal=row["causal"],
+    )
