@@ -1,0 +1,17 @@
+"""FlashAttention-3 in Python: exact attention for Hopper GPUs, and an exact tiled one for every other device."""
+
+from fa3.errors import BackendError, CompileError, FA3Error, StoreError
+from fa3.interface import flash_attn_func
+from fa3.reference import reference
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendError",
+    "CompileError",
+    "FA3Error",
+    "StoreError",
+    "__version__",
+    "flash_attn_func",
+    "reference",
+]

@@ -1,0 +1,129 @@
+"""The backends, and which one computes a call.
+
+| backend | device |
+| --- | --- |
+| hopper | GPUs of compute capability 9.0: fa3's own kernels |
+| sdpa | other NVIDIA GPUs from 8.0 on: PyTorch's FlashAttention-2; what that cannot take goes to tiled |
+| tiled | every other device |
+
+On a Hopper GPU nothing falls to another backend silently. The environment variable ``FA3_BACKEND`` forces one;
+it is read at every call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fa3.errors import BackendError
+from fa3.problem import Problem
+
+NAMES = ("hopper", "sdpa", "tiled")
+
+#: (q, k, v, softmax_scale, causal, return_lse) -> (out, lse or None)
+Forward = Callable[[Tensor, Tensor, Tensor, "float | None", bool, bool], "tuple[Tensor, Tensor | None]"]
+
+_VARIABLE = "FA3_BACKEND"
+
+# os.environ.get costs 0.7 microseconds, a tenth of a kernel launch; the dict behind it costs 0.02.
+_environment = getattr(os.environ, "_data", os.environ)
+_variable = os.environ.encodekey(_VARIABLE) if _environment is not os.environ else _VARIABLE
+
+#: CUDA device index -> forward function of the backend that the device gets when none is forced.
+_forward_of_gpu: dict[int, Forward] = {}
+
+
+def forced() -> str | None:
+    """The backend that ``FA3_BACKEND`` names, or ``None``. Raises ``ValueError`` for an unknown name."""
+    name = os.environ.get(_VARIABLE)
+    if not name:
+        return None
+    if name not in NAMES:
+        raise ValueError(f"{_VARIABLE}={name!r}: allowed are {', '.join(NAMES)}, or leave it unset")
+    return name
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of an NVIDIA GPU, ``None`` for any other device."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def _device_words(device: torch.device) -> str:
+    capability = _capability(device)
+    if capability is None:
+        return f"device {device} is no NVIDIA GPU"
+    return f"device {device} has compute capability {capability[0]}.{capability[1]}"
+
+
+def for_device(device: torch.device) -> str:
+    """The backend of a device, before any look at the problem.
+
+    Raises:
+        ValueError: ``FA3_BACKEND`` is unknown.
+        BackendError: ``FA3_BACKEND`` forces a backend that cannot run on this device.
+    """
+    name = forced()
+    capability = _capability(device)
+    if name is None:
+        if capability is None or capability < (8, 0):
+            return "tiled"
+        return "hopper" if capability == (9, 0) else "sdpa"
+    if name == "hopper" and capability != (9, 0):
+        raise BackendError(
+            f"{_VARIABLE}=hopper, but {_device_words(device)}: the hopper backend needs tensors on a GPU of "
+            f"compute capability 9.0 (H100, H800, H200); unset {_VARIABLE} or set {_VARIABLE}=tiled"
+        )
+    if name == "sdpa" and (capability is None or capability < (8, 0)):
+        raise BackendError(
+            f"{_VARIABLE}=sdpa, but {_device_words(device)}: the sdpa backend needs tensors on an NVIDIA GPU of "
+            f"compute capability 8.0 or later; unset {_VARIABLE} or set {_VARIABLE}=tiled"
+        )
+    return name
+
+
+def choose(problem: Problem, device: torch.device) -> str:
+    """``"hopper"``, ``"sdpa"`` or ``"tiled"``: who computes this problem on this device. Errors as `for_device`."""
+    from fa3.backends import sdpa
+
+    name = for_device(device)
+    if name == "sdpa" and forced() is None and sdpa.why_not(problem) is not None:
+        return "tiled"
+    return name
+
+
+def backend_reason(problem: Problem, device: torch.device) -> str:
+    """One sentence: why `choose` answers what it does."""
+    from fa3.backends import sdpa
+
+    name = choose(problem, device)
+    if forced() is not None:
+        return f"{name}: forced by {_VARIABLE}"
+    if name == "hopper":
+        return f"hopper: {_device_words(device)}"
+    if name == "sdpa":
+        return f"sdpa: {_device_words(device)}, not 9.0, and FlashAttention-2 can take the problem"
+    if for_device(device) == "sdpa":
+        return f"tiled: {_device_words(device)}, but FlashAttention-2 cannot take {sdpa.why_not(problem)}"
+    return f"tiled: {_device_words(device)}" + ("" if _capability(device) is None else ", below 8.0")
+
+
+def forward_of(name: str) -> Forward:
+    """The forward function of a backend, imported at its first use."""
+    forward: Forward = importlib.import_module(f"fa3.backends.{name}").forward
+    return forward
+
+
+def forward_for(q: Tensor) -> Forward:
+    """The forward function for tensors on the device of q: on the hot path of every call. Errors as `for_device`."""
+    if q.is_cuda and not _environment.get(_variable):
+        index = q.get_device()
+        if index not in _forward_of_gpu:
+            _forward_of_gpu[index] = forward_of(for_device(q.device))
+        return _forward_of_gpu[index]
+    return forward_of(for_device(q.device))

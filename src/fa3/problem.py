@@ -1,0 +1,196 @@
+"""The checked description of one attention call, and every complaint about a bad one.
+
+A ``Problem`` is plain numbers: it keeps no tensor alive, hashes, prints, and can be made without a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: fa3's names of the element types that the API takes.
+DTYPE_NAMES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
+
+#: Largest head dim of q and k.
+MAX_HEAD_DIM = 256
+
+
+def max_head_dim_v(head_dim: int) -> int:
+    """Largest head dim of v beside ``head_dim``: narrow q and k leave room for wide values."""
+    return 512 if head_dim <= 64 else 256
+
+
+def default_softmax_scale(head_dim: int) -> float:
+    """``1 / sqrt(head_dim)``, what ``softmax_scale=None`` means."""
+    return float(head_dim**-0.5)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One forward attention call.
+
+    Attributes:
+        batch: sequences.
+        seqlen_q: queries of each sequence.
+        seqlen_k: keys (and values) of each sequence.
+        heads_q: query heads, a multiple of ``heads_kv``; consecutive query heads share a K/V head.
+        heads_kv: key and value heads.
+        head_dim: columns of q and k, a multiple of 8 up to 256.
+        head_dim_v: columns of v and out, a multiple of 8 up to 512 where ``head_dim <= 64``, else up to 256.
+        dtype: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``.
+        softmax_scale: factor on q·k before the softmax, finite and positive.
+        causal: bottom-right aligned: query i sees key j when ``j <= i + seqlen_k - seqlen_q``.
+        return_lse: the call also wants the log-sum-exp of each row.
+
+    Raises:
+        ValueError: a number is out of range; the message names it and what is allowed.
+        TypeError: ``softmax_scale`` is not a number.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    softmax_scale: float
+    causal: bool = False
+    return_lse: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field}={getattr(self, field)}: must not be negative")
+        if self.dtype not in DTYPE_NAMES.values():
+            raise ValueError(f"dtype={self.dtype!r}: allowed are {', '.join(DTYPE_NAMES.values())}")
+        if self.heads_q and (self.heads_kv == 0 or self.heads_q % self.heads_kv):
+            raise ValueError(
+                f"q has {self.heads_q} heads, k and v have {self.heads_kv}: "
+                "the number of query heads must be a multiple of the number of key and value heads"
+            )
+        _check_head_dim("head_dim (last dim of q and k)", self.head_dim, MAX_HEAD_DIM)
+        limit = max_head_dim_v(self.head_dim)
+        _check_head_dim(f"head_dim_v (last dim of v, beside head_dim={self.head_dim})", self.head_dim_v, limit)
+        check_softmax_scale(self.softmax_scale)
+
+    @property
+    def empty(self) -> bool:
+        """There is no output element, so nothing to compute."""
+        return 0 in (self.batch, self.seqlen_q, self.heads_q)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one K/V head: 1 is MHA, ``heads_q`` is MQA."""
+        return self.heads_q // self.heads_kv if self.heads_kv else 1
+
+    @property
+    def first_row_with_keys(self) -> int:
+        """Queries before this one see no key: their out is 0 and their LSE -inf."""
+        if self.seqlen_k == 0:
+            return self.seqlen_q
+        return min(max(self.seqlen_q - self.seqlen_k, 0), self.seqlen_q) if self.causal else 0
+
+
+def _check_head_dim(name: str, value: int, limit: int) -> None:
+    if value % 8 or not 8 <= value <= limit:
+        raise ValueError(f"{name} is {value}: allowed are the multiples of 8 from 8 to {limit}")
+
+
+def check_softmax_scale(value: object) -> float:
+    """``value`` as float. Raises ``TypeError`` if it is no number, ``ValueError`` if not finite and positive."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"softmax_scale={value!r}: must be a float or None, not {type(value).__name__}")
+    scale = float(value)
+    if not (math.isfinite(scale) and scale > 0.0):
+        raise ValueError(f"softmax_scale={scale}: must be finite and positive")
+    return scale
+
+
+def check_tensors(**tensors: object) -> None:
+    """Raise ``TypeError`` for the first argument that is not a tensor."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+
+
+def check_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    return_lse: bool = False,
+) -> Problem:
+    """Check the tensors of a forward call against each other and describe them.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), last stride 1, other strides free.
+        k: (batch, seqlen_k, heads_kv, head_dim), same dtype and device as q.
+        v: (batch, seqlen_k, heads_kv, head_dim_v), same dtype and device as q.
+        softmax_scale: ``None`` means ``head_dim ** -0.5``.
+        causal: bottom-right aligned causal mask.
+        return_lse: the caller also wants the log-sum-exp.
+
+    Raises:
+        TypeError: not a tensor, an unsupported dtype, or a mix of dtypes.
+        ValueError: rank, sizes, strides, devices or scale do not fit; the message says which and what does.
+    """
+    check_tensors(q=q, k=k, v=v)
+    named = (("q", q), ("k", k), ("v", v))
+    for name, tensor in named:
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} has {tensor.dim()} dims, shape {tuple(tensor.shape)}: must be (batch, seqlen, heads, head_dim)"
+            )
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{name} has layout {tensor.layout}: must be a dense (torch.strided) tensor")
+        if tensor.dtype not in DTYPE_NAMES:
+            allowed = ", ".join(str(dtype) for dtype in DTYPE_NAMES)
+            raise TypeError(f"{name} has dtype {tensor.dtype}: allowed are {allowed}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}: must be the same")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v are on devices {q.device}, {k.device} and {v.device}: must be the same")
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    _, seqlen_k, heads_kv, head_dim_v = v.shape
+    if not batch == k.shape[0] == v.shape[0]:
+        raise ValueError(
+            f"q, k and v have batch sizes (dim 0) {batch}, {k.shape[0]} and {v.shape[0]}: must be the same"
+        )
+    if k.shape[1] != seqlen_k:
+        raise ValueError(f"k and v have sequence lengths (dim 1) {k.shape[1]} and {seqlen_k}: must be the same")
+    if k.shape[2] != heads_kv:
+        raise ValueError(f"k and v have {k.shape[2]} and {heads_kv} heads (dim 2): must be the same")
+    if k.shape[3] != head_dim:
+        raise ValueError(f"q and k have head dims (dim 3) {head_dim} and {k.shape[3]}: must be the same")
+    for name, tensor in named:
+        if tensor.numel() and tensor.stride(3) != 1:
+            raise ValueError(
+                f"{name} has strides {tensor.stride()}: the last must be 1, the others are free "
+                f"({name}.contiguous() makes such a copy)"
+            )
+    scale = default_softmax_scale(max(head_dim, 1)) if softmax_scale is None else check_softmax_scale(softmax_scale)
+    return Problem(
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=DTYPE_NAMES[q.dtype],
+        softmax_scale=scale,
+        causal=bool(causal),
+        return_lse=bool(return_lse),
+    )

@@ -1,0 +1,160 @@
+"""Attention straight from its definition, in float64: the oracle that every other path is measured against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: Score elements (8 bytes each, a few of them alive at once) computed in one step.
+_SCORES_PER_STEP = 1 << 25
+
+
+def visible_keys(
+    seqlen_q: int,
+    seqlen_k: int,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Which keys each query sees: bool (seqlen_q, seqlen_k).
+
+    All masks are aligned bottom-right: query i sits at key position ``p = i + seqlen_k - seqlen_q``.
+    Window (l, r) shows keys ``p - l <= j <= p + r``, -1 leaves that side open, ``causal`` forces r = 0;
+    ``attention_chunk`` c shows keys ``c * floor(p / c) <= j < c * floor(p / c) + c``.
+    """
+    position = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q)
+    key = torch.arange(seqlen_k, device=device)[None, :]
+    left, right = window_size
+    if causal:
+        right = 0
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    if left >= 0:
+        visible &= key >= position - left
+    if right >= 0:
+        visible &= key <= position + right
+    if attention_chunk > 0:
+        first = attention_chunk * torch.div(position, attention_chunk, rounding_mode="floor")
+        visible &= (key >= first) & (key < first + attention_chunk)
+    return visible
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None,
+    sink: Tensor | None,
+    visible: Tensor,
+    softmax_scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """q (heads, rows, d), k (heads, keys, d), v (heads, keys, dv), sink (heads,) -> out (heads, rows, dv), lse."""
+    scores = q @ k.mT
+    if qv is not None:
+        scores = scores + qv @ v.mT
+    scores = scores * softmax_scale
+    if softcap > 0.0:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    logits = scores
+    if sink is not None:
+        logits = torch.cat([scores, sink[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
+    lse = torch.logsumexp(logits, dim=-1)
+    # A row without keys has LSE -inf; subtracting 0 there leaves exp(-inf) = 0 in place of a NaN.
+    shift = lse.masked_fill(lse == -torch.inf, 0.0)
+    probabilities = torch.exp(scores - shift[..., None])
+    return probabilities @ v, lse
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    qv: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``softmax(scale * q k^T + mask) v`` in float64 on the device of q, differentiable by autograd.
+
+    It materialises scores, some heads and rows at a time, and knows every mask option of the API.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), any float dtype and any strides.
+        k: (batch, seqlen_k, heads_kv, head_dim); heads_kv divides heads_q, consecutive query heads share one.
+        v: (batch, seqlen_k, heads_kv, head_dim_v).
+        softmax_scale: default ``head_dim ** -0.5``, with qv ``(head_dim + head_dim_v) ** -0.5``.
+        causal: key j is seen by query i when ``j <= i + seqlen_k - seqlen_q``.
+        window_size, attention_chunk: see `visible_keys`.
+        softcap: if positive, scaled scores s become ``softcap * tanh(s / softcap)``.
+        sink: (heads_q,): one more logit a head that has no value; it enters the normaliser and the LSE.
+        qv: (batch, seqlen_q, heads_q, head_dim_v): adds ``qv · v`` to ``q · k`` before scaling.
+
+    Returns:
+        out (batch, seqlen_q, heads_q, head_dim_v) and lse (batch, heads_q, seqlen_q), both float64. LSE is the
+        natural log of the sum of exponentials of the row. A row that sees no key has out 0 and LSE -inf
+        (with a sink: LSE = sink).
+
+    Raises:
+        ValueError: shapes do not fit, or a negative window below -1, chunk or softcap.
+    """
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError(f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dims: each must have 4")
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    seqlen_k, heads_kv, head_dim_v = v.shape[1:]
+    if tuple(k.shape) != (batch, seqlen_k, heads_kv, head_dim) or v.shape[0] != batch:
+        raise ValueError(f"shapes of q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
+    if heads_q and (heads_kv == 0 or heads_q % heads_kv):
+        raise ValueError(f"q has {heads_q} heads, k and v have {heads_kv}: must divide")
+    if min(window_size) < -1 or attention_chunk < 0 or softcap < 0.0:
+        raise ValueError(
+            f"window_size={window_size}, attention_chunk={attention_chunk}, softcap={softcap}: "
+            "windows are at least -1, the others at least 0"
+        )
+    if sink is not None and tuple(sink.shape) != (heads_q,):
+        raise ValueError(f"sink has shape {tuple(sink.shape)}: must be (heads_q,) = ({heads_q},)")
+    if qv is not None and tuple(qv.shape) != (batch, seqlen_q, heads_q, head_dim_v):
+        expected = (batch, seqlen_q, heads_q, head_dim_v)
+        raise ValueError(f"qv has shape {tuple(qv.shape)}: must be (batch, seqlen_q, heads_q, head_dim_v) = {expected}")
+    if softmax_scale is None:
+        softmax_scale = float((head_dim + (0 if qv is None else head_dim_v)) ** -0.5)
+
+    wide = {"dtype": torch.float64, "device": q.device}
+    if 0 in (batch, seqlen_q, heads_q):
+        return torch.zeros(batch, seqlen_q, heads_q, head_dim_v, **wide), torch.zeros(batch, heads_q, seqlen_q, **wide)
+    visible = visible_keys(seqlen_q, seqlen_k, causal, window_size, attention_chunk, q.device)
+    heads_per_step = max(1, min(heads_q, _SCORES_PER_STEP // max(1, seqlen_q * seqlen_k)))
+    rows_per_step = max(1, min(seqlen_q, _SCORES_PER_STEP // max(1, heads_per_step * seqlen_k)))
+    kv_head = torch.arange(heads_q, device=q.device) // (heads_q // heads_kv)
+
+    outs, lses = [], []
+    for b in range(batch):
+        head_outs, head_lses = [], []
+        for h0 in range(0, heads_q, heads_per_step):
+            heads = slice(h0, h0 + heads_per_step)
+            k_heads = k[b, :, kv_head[heads]].transpose(0, 1).double()
+            v_heads = v[b, :, kv_head[heads]].transpose(0, 1).double()
+            row_outs, row_lses = [], []
+            for i0 in range(0, seqlen_q, rows_per_step):
+                rows = slice(i0, i0 + rows_per_step)
+                out, lse = _attend(
+                    q[b, rows, heads].transpose(0, 1).double(),
+                    k_heads,
+                    v_heads,
+                    None if qv is None else qv[b, rows, heads].transpose(0, 1).double(),
+                    None if sink is None else sink[heads].double(),
+                    visible[rows],
+                    softmax_scale,
+                    softcap,
+                )
+                row_outs.append(out)
+                row_lses.append(lse)
+            head_outs.append(torch.cat(row_outs, dim=1))
+            head_lses.append(torch.cat(row_lses, dim=1))
+        outs.append(torch.cat(head_outs, dim=0).transpose(0, 1))
+        lses.append(torch.cat(head_lses, dim=0))
+    return torch.stack(outs), torch.stack(lses)
