@@ -7,6 +7,7 @@ compilation runs in a worker process (``python -m fa3.compiler.build``) that tak
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import importlib
 import importlib.machinery
@@ -22,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -70,7 +71,7 @@ class Artifact:
     """One compiled kernel: a shared object for ``tvm_ffi.load_module`` and what is known about it."""
 
     shared_object: bytes
-    facts: dict[str, Any] = field(hash=False)
+    facts: dict[str, Any] = dataclasses.field(hash=False)
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,9 @@ def _compile_and_link(spec: Spec, target: Target, kernels: ModuleType) -> Artifa
         "cuda": f"{CUDA_VERSION.major}.{CUDA_VERSION.minor}",
         "shared_dynamic": spec.shared_bytes,
         "compile_seconds": round(time.monotonic() - start, 2),
-        "report": inspect.report_or_none(compiled.__cubin__),
+        # None where the disassemblers are not installed; `fa3 inspect` then says what to install.
+        **dict.fromkeys(field.name for field in dataclasses.fields(inspect.Report)),
+        **(inspect.report_or_none(compiled.__cubin__) or {}),
     }
     return Artifact(shared_object, facts)
 

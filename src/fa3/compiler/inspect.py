@@ -1,6 +1,347 @@
-"""placeholder"""
-from typing import Any
+"""What the assembler made of a kernel: registers, spills, instruction counts, and whether the overlap survived.
+
+Read from the machine code with NVIDIA's cuobjdump and nvdisasm (``pip install "fa3[inspect]"``); needs no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fa3.errors import CompileError
+
+if TYPE_CHECKING:
+    from fa3.spec import ForwardSpec
+
+#: Registers of one SM, which the warpgroups of a block share.
+REGISTERS_PER_SM = 65_536
+
+#: Machine type of CUDA in the ELF header.
+_EM_CUDA = 190
+
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+_LABEL = re.compile(r"^(\.L\w+):")
+_LABEL_OPERAND = re.compile(r"`\((\.L\w+)\)")
 
 
-def report_or_none(cubin: bytes) -> Any:
-    return None
+@dataclass(frozen=True)
+class Report:
+    """Facts of one kernel's machine code.
+
+    Attributes:
+        registers: registers a thread at launch; with register reallocation the average of the roles.
+        stack: bytes of stack a thread.
+        local: bytes of local memory a thread.
+        spills: LDL and STL instructions.
+        shared_static: bytes of static shared memory, of which the CUDA runtime keeps 1024.
+        hgmma, utmaldg, utmastg, exp2: counts of WGMMA, TMA load, TMA store and MUFU.EX2 instructions.
+        setmaxreg: register counts that USETMAXREG asks for, in the order of the code.
+        overlap: for each main loop (an innermost loop with WGMMA and EX2) the exponentials between the wait
+            that leaves one product in flight and the wait that leaves none.
+    """
+
+    registers: int
+    stack: int
+    local: int
+    spills: int
+    shared_static: int
+    hgmma: int
+    utmaldg: int
+    utmastg: int
+    exp2: int
+    setmaxreg: list[int] = field(hash=False)
+    overlap: list[int] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of machine code; ``opcode`` with its suffixes, ``predicate`` without the ``@``."""
+
+    address: int
+    predicate: str | None
+    opcode: str
+    operands: str
+
+    def is_a(self, family: str) -> bool:
+        """True for ``HGMMA.64x128x16...`` and the family ``HGMMA``."""
+        return self.opcode == family or self.opcode.startswith(family + ".")
+
+
+@functools.lru_cache(maxsize=None)
+def find_tool(name: str) -> Path | None:
+    """Path of cuobjdump or nvdisasm: from PyPI's packages, CUDA_HOME, CUDA_PATH or PATH; None if missing.
+
+    The packages come first: the tool must be as new as the DSL's assembler, what is on PATH often is not.
+    """
+    package = importlib.util.find_spec("nvidia")
+    for folder in (package.submodule_search_locations or []) if package is not None else []:
+        for found in sorted(Path(folder).glob(f"*/bin/{name}"), reverse=True):
+            if os.access(found, os.X_OK):
+                return found
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            found = Path(os.environ[variable]) / "bin" / name
+            if os.access(found, os.X_OK):
+                return found
+    on_path = shutil.which(name)
+    return None if on_path is None else Path(on_path)
+
+
+def tools_installed() -> bool:
+    """True if both tools are there."""
+    return find_tool("cuobjdump") is not None and find_tool("nvdisasm") is not None
+
+
+def _run_tool(name: str, arguments: Sequence[str], cubin: bytes) -> str:
+    tool = find_tool(name)
+    if tool is None:
+        raise CompileError(f'{name} not found: pip install "fa3[inspect]", or set CUDA_HOME to a CUDA toolkit')
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([str(tool), *arguments, file.name], capture_output=True, text=True)
+    if done.returncode:
+        raise CompileError(f"{tool} failed: {(done.stderr or done.stdout).strip()[-500:]}")
+    return done.stdout
+
+
+def cubin_of(shared_object: bytes) -> bytes:
+    """The GPU binary inside an artifact. Raises ``CompileError`` if there is none."""
+    start = 0
+    while (start := shared_object.find(b"\x7fELF", start + 1)) > 0:
+        header = shared_object[start : start + 64]
+        if len(header) < 64 or struct.unpack_from("<H", header, 18)[0] != _EM_CUDA:
+            continue
+        program_headers, section_headers = struct.unpack_from("<QQ", header, 32)
+        program_size, program_count, section_size, section_count = struct.unpack_from("<HHHH", header, 54)
+        # The two tables of headers end an ELF file that ptxas wrote.
+        end = max(program_headers + program_size * program_count, section_headers + section_size * section_count)
+        return shared_object[start : start + end]
+    raise CompileError("no GPU binary in this file: is it an artifact of fa3?")
+
+
+def disassemble(cubin: bytes) -> str:
+    """Machine code of a GPU binary as text."""
+    return _run_tool("nvdisasm", ["-c"], cubin)
+
+
+def report(cubin: bytes) -> Report:
+    """Inspect a GPU binary. Raises ``CompileError`` if the tools are missing or fail."""
+    return read_report(_run_tool("cuobjdump", ["--dump-resource-usage"], cubin), disassemble(cubin))
+
+
+def report_or_none(cubin: bytes) -> dict[str, Any] | None:
+    """``report`` as a dict of the facts, or None where the tools are missing."""
+    return asdict(report(cubin)) if tools_installed() else None
+
+
+def read_report(resource_usage: str, sass: str) -> Report:
+    """Make the report from the text of ``cuobjdump --dump-resource-usage`` and of ``nvdisasm -c``."""
+    usage = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", resource_usage)}
+    missing = {"REG", "STACK", "LOCAL", "SHARED"} - usage.keys()
+    if missing:
+        raise CompileError(f"cuobjdump says nothing about {', '.join(sorted(missing))}: {resource_usage[:300]!r}")
+    blocks = _basic_blocks(sass)
+    instructions = [instruction for block in blocks for instruction in block.instructions]
+    if not instructions:
+        raise CompileError(f"nvdisasm shows no instructions: {sass[:300]!r}")
+
+    def count(*families: str) -> int:
+        return sum(any(instruction.is_a(family) for family in families) for instruction in instructions)
+
+    setmaxreg = [
+        int(instruction.operands.split(",")[-1], 0) for instruction in instructions if instruction.is_a("USETMAXREG")
+    ]
+    return Report(
+        registers=usage["REG"],
+        stack=usage["STACK"],
+        local=usage["LOCAL"],
+        spills=count("LDL", "STL"),
+        shared_static=usage["SHARED"],
+        hgmma=count("HGMMA"),
+        utmaldg=count("UTMALDG"),
+        utmastg=count("UTMASTG"),
+        exp2=count("MUFU.EX2"),
+        setmaxreg=setmaxreg,
+        overlap=[_exponentials_in_flight(loop) for loop in _main_loops(blocks)],
+    )
+
+
+def check(spec: ForwardSpec, found: Report) -> list[str]:
+    """Promises of the spec that the machine code breaks, one sentence each; empty if it keeps them all."""
+    broken = []
+    if found.stack or found.local:
+        broken.append(f"stack {found.stack} and local memory {found.local} bytes: must be 0")
+    if found.spills:
+        broken.append(f"{found.spills} spill instructions (LDL, STL): must be none")
+    for name, number in (("HGMMA", found.hgmma), ("UTMALDG", found.utmaldg), ("UTMASTG", found.utmastg)):
+        if not number:
+            broken.append(f"no {name}: tiles must go through the tensor cores and TMA")
+    groups = spec.consumer_warpgroups
+    if spec.warp_specialized:
+        if len(set(found.setmaxreg)) != 2:
+            broken.append(f"USETMAXREG {found.setmaxreg}: producer and consumer must each set their own count")
+        else:
+            producer, consumer = min(found.setmaxreg), max(found.setmaxreg)
+            asked = 128 * (producer + groups * consumer)
+            if asked > REGISTERS_PER_SM:
+                broken.append(f"USETMAXREG {found.setmaxreg} asks for {asked} registers: the SM has {REGISTERS_PER_SM}")
+    elif found.setmaxreg:
+        broken.append(f"USETMAXREG {found.setmaxreg} without warp specialization")
+    # A thread holds tile_n / 2 scores of a tile, one exponential each. Half of them under the product prove
+    # that the softmax as a whole was not moved behind the wait.
+    enough = spec.tile_n // 4
+    if not found.overlap:
+        broken.append("no main loop with both HGMMA and MUFU.EX2")
+    elif spec.overlap and min(found.overlap) < enough:
+        broken.append(f"overlap: {found.overlap} exponentials under a product in the main loops, expected {enough} on")
+    elif not spec.overlap and any(found.overlap):
+        broken.append(f"overlap is off, but {found.overlap} exponentials run under a product")
+    return broken
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Control flow of the machine code
+
+
+@dataclass
+class _Block:
+    """Instructions that run one after the other, and the indices of the blocks that may follow."""
+
+    instructions: list[Instruction]
+    labels: list[str]
+    followers: list[int]
+
+
+def _basic_blocks(sass: str) -> list[_Block]:
+    blocks = [_Block([], [], [])]
+    ended = False  # the last instruction may go elsewhere, so that the next one starts a block
+    reconvergence: dict[str, str] = {}
+    leaves: list[tuple[int, str]] = []
+    falls_through: list[bool] = [True]
+
+    def start_block() -> None:
+        if blocks[-1].instructions:
+            blocks.append(_Block([], [], []))
+            falls_through.append(True)
+
+    for line in sass.splitlines():
+        label = _LABEL.match(line.strip())
+        if label:
+            start_block()
+            ended = False
+            blocks[-1].labels.append(label[1])
+            continue
+        match = _INSTRUCTION.search(line)
+        if match is None:
+            continue
+        if ended:
+            start_block()
+            ended = False
+        instruction = Instruction(int(match[1], 16), match[2], match[3], match[4])
+        blocks[-1].instructions.append(instruction)
+        target = _LABEL_OPERAND.search(instruction.operands)
+        if instruction.is_a("BSSY") and target:
+            reconvergence[instruction.operands.split(",")[0].strip()] = target[1]
+        elif instruction.is_a("BSYNC"):
+            ended = True
+            after = reconvergence.get(instruction.operands.split(",")[0].strip())
+            if after:
+                leaves.append((len(blocks) - 1, after))
+        elif target or instruction.is_a("EXIT") or instruction.is_a("RET"):
+            ended = True
+            # `BRA.DIV UR4, label` and `BRA P1, label` are conditional through an operand.
+            leading = instruction.operands[: target.start()].strip() if target else ""
+            unconditional = instruction.predicate is None and not leading
+            if unconditional and instruction.opcode.split(".")[0] in ("BRA", "EXIT", "RET"):
+                falls_through[-1] = False
+            if target:
+                leaves.append((len(blocks) - 1, target[1]))
+    home = {label: index for index, block in enumerate(blocks) for label in block.labels}
+    for index, block in enumerate(blocks):
+        if falls_through[index] and index + 1 < len(blocks):
+            block.followers.append(index + 1)
+    for index, label_name in leaves:
+        if label_name in home:
+            blocks[index].followers.append(home[label_name])
+    return blocks
+
+
+def _dominators(blocks: list[_Block]) -> list[int]:
+    """For each block the set, as bits, of the blocks that every way to it passes through."""
+    everything = (1 << len(blocks)) - 1
+    leading_here: list[list[int]] = [[] for _ in blocks]
+    for index, block in enumerate(blocks):
+        for follower in block.followers:
+            leading_here[follower].append(index)
+    dominators = [1] + [everything] * (len(blocks) - 1)
+    changed = True
+    while changed:
+        changed = False
+        for index in range(1, len(blocks)):
+            common = everything
+            for before in leading_here[index]:
+                common &= dominators[before]
+            common |= 1 << index
+            if common != dominators[index]:
+                dominators[index] = common
+                changed = True
+    return dominators
+
+
+def _main_loops(blocks: list[_Block]) -> Iterator[list[Instruction]]:
+    """Innermost loops that multiply and exponentiate, each as its instructions in the order of the code.
+
+    Found through dominators: a wait's retry code stands far behind the loop and jumps back into it, so the
+    range of a backward branch alone would mislead.
+    """
+    dominators = _dominators(blocks)
+    leading_here: list[list[int]] = [[] for _ in blocks]
+    for index, block in enumerate(blocks):
+        for follower in block.followers:
+            leading_here[follower].append(index)
+    loops: dict[int, set[int]] = {}
+    for index, block in enumerate(blocks):
+        for head in block.followers:
+            if not dominators[index] >> head & 1:
+                continue
+            body = loops.setdefault(head, {head})
+            waiting = [index]
+            while waiting:
+                inside = waiting.pop()
+                if inside not in body:
+                    body.add(inside)
+                    waiting += leading_here[inside]
+
+    def does_both(body: set[int]) -> bool:
+        opcodes = [instruction for index in body for instruction in blocks[index].instructions]
+        return any(i.is_a("HGMMA") for i in opcodes) and any(i.is_a("MUFU.EX2") for i in opcodes)
+
+    main = [body for body in loops.values() if does_both(body)]
+    for body in main:
+        if not any(other < body for other in main):
+            yield [instruction for index in sorted(body) for instruction in blocks[index].instructions]
+
+
+def _exponentials_in_flight(loop: list[Instruction]) -> int:
+    """MUFU.EX2 between the wait that leaves one product in flight and the wait that leaves none."""
+    one_left = False
+    count = 0
+    # Twice round, counted in the second: the compiler may have rotated the loop.
+    for counted in (False, True):
+        for instruction in loop:
+            if instruction.is_a("WARPGROUP.DEPBAR"):
+                one_left = int(instruction.operands.split(",")[-1], 0) >= 1
+            elif instruction.is_a("MUFU.EX2"):
+                count += counted and one_left
+    return count
