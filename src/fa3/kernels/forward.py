@@ -26,7 +26,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from fa3.spec import WGMMA_ROWS, ForwardSpec
 
-from .parts import barriers, layout, mask, softmax, tiles
+from .parts import barriers, layout, mask, ptx, softmax, tiles
 from .parts.barriers import NamedBarrier
 
 WARPGROUP_THREADS = 128
@@ -518,6 +518,8 @@ class ForwardKernel:
         barriers.release(load_k.empty, step, self.stages)
         self.softmax_step(scores, state, work, thread_row, lane, step, masked)
 
+        if const_expr(self.spec.overlap):
+            ptx.keep_before_here(state.total[0] + state.total[1])
         warpgroup.wait_group(0)
         barriers.release(load_v.empty, step - 1, self.stages)
         state.rescale(layout.rows_and_columns(output), self.spec.rescale_threshold)
