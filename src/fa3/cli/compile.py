@@ -20,11 +20,26 @@ PRESETS = ("smoke", "forward", "schedule", "all")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``fa3 compile``."""
     parser.add_argument("--preset", choices=PRESETS, default="forward", help="which specs (default: forward)")
-    parser.add_argument("--store", metavar="DIR", help="folder to fill (default: the first writable of FA3_STORE)")
     parser.add_argument(
         "-j", "--jobs", type=int, default=os.cpu_count() or 1, help="compilations at a time, 450 MB each"
     )
+    add_store_arguments(parser)
+
+
+def add_store_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that choose the store and what its artifacts are for."""
+    parser.add_argument(
+        "--store", metavar="DIR", help="folder of artifacts (default: FA3_STORE, else the user's cache)"
+    )
     parser.add_argument("--cuda", type=int, choices=(12, 13), help="CUDA major (default: FA3_CUDA, else this machine)")
+
+
+def store_of(args: argparse.Namespace) -> Store:
+    """The store that these options choose."""
+    if args.store:
+        return Store([args.store], target_for(args.cuda))
+    store = default_store()
+    return store if args.cuda is None else store.for_target(target_for(args.cuda))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,9 +52,7 @@ def run(args: argparse.Namespace) -> int:
     specs = shipped_specs(args.preset)
     start = time.monotonic()
     try:
-        target = target_for(args.cuda)
-        folders = [args.store] if args.store else default_store().folders
-        store = Store(folders, target, named=bool(args.store or os.environ.get("FA3_STORE")))
+        store = store_of(args)
         folder = store.writable_folder()
         with _progress(len(specs)) as progress:
             outcomes = compile_many(specs, store, args.jobs, progress)
@@ -47,12 +60,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"fa3 compile: {error}", file=sys.stderr)
         return 1
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-    for error in errors:
-        print(f"fa3 compile: {error}", file=sys.stderr)
+    for failure in errors:
+        print(f"fa3 compile: {failure}", file=sys.stderr)
     new = sum(not outcome.was_there and outcome.error is None for outcome in outcomes)
     print(
         f"{folder}: {new} compiled, {len(outcomes) - new - len(errors)} were there, {len(errors)} failed, "
-        f"for {target.arch} and CUDA {target.cuda_major}, {time.monotonic() - start:.1f} s"
+        f"for {store.target.arch} and CUDA {store.target.cuda_major}, {time.monotonic() - start:.1f} s"
     )
     return 1 if errors else 0
 

@@ -193,7 +193,7 @@ class Worker:
 
     def __init__(self, target: Target, kernels: str = KERNELS) -> None:
         self._request = {"target": target.as_dict(), "kernels": kernels}
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
         package_parent = str(Path(__file__).resolve().parents[2])
         path = [package_parent, os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
@@ -211,7 +211,8 @@ class Worker:
 
     def build(self, spec: Spec) -> Artifact:
         """Compile ``spec``; raises ``CompileError`` with the end of the compiler's own message."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps({**self._request, "spec": spec.as_dict()}).encode() + b"\n")
             self._process.stdin.flush()
@@ -233,7 +234,8 @@ class Worker:
 
     def close(self) -> None:
         """End the process. A worker between two specs ends at once, one in the middle is killed."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         try:
             self._process.stdin.close()
             self._process.wait(timeout=2)
@@ -265,9 +267,7 @@ def _compile_and_link(spec: Spec, target: Target, kernels: ModuleType) -> Artifa
             f'pip install "fa3[{CUDA_MAJORS[target.cuda_major]}]"'
         )
     symbol = kernels.entry_symbol(spec)
-    compiled = kernels.compile_spec(
-        spec, f"--enable-tvm-ffi --gpu-arch {target.arch} --keep-ptx --keep-cubin"
-    )
+    compiled = kernels.compile_spec(spec, f"--enable-tvm-ffi --gpu-arch {target.arch} --keep-ptx --keep-cubin")
     with tempfile.TemporaryDirectory(prefix="fa3-link-") as folder:
         object_file = Path(folder) / "kernel.o"
         compiled.export_to_c(str(object_file), function_name=symbol)
@@ -323,7 +323,8 @@ def _select_flavour(cuda_major: int) -> None:
     if not found:
         raise CompileError(f"the installed nvidia-cutlass-dsl has no CUDA {cuda_major} flavour for this Python")
     module_spec = importlib.util.spec_from_file_location(_DSL_EXTENSION, found[0])
-    assert module_spec is not None and module_spec.loader is not None
+    assert module_spec is not None
+    assert module_spec.loader is not None
     extension = importlib.util.module_from_spec(module_spec)
     sys.modules[_DSL_EXTENSION] = extension
     module_spec.loader.exec_module(extension)

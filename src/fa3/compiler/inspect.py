@@ -77,7 +77,7 @@ class Instruction:
         return self.opcode == family or self.opcode.startswith(family + ".")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def find_tool(name: str) -> Path | None:
     """Path of cuobjdump or nvdisasm: from PyPI's packages, CUDA_HOME, CUDA_PATH or PATH; None if missing.
 

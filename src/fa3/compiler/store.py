@@ -43,7 +43,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _log = logging.getLogger("fa3.store")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def sources_hash() -> str:
     """SHA-256 over the Python sources of ``kernels/`` and ``compiler/``, read once in a process."""
     digest = hashlib.sha256()
@@ -73,6 +73,10 @@ class Store:
         self._named = named
         self._loaded: dict[Any, Callable[..., Any]] = {}
         self._lock = threading.Lock()
+
+    def for_target(self, target: Target) -> Store:
+        """The same folders, for artifacts of another target."""
+        return Store(self.folders, target, self._named)
 
     def key(self, spec: Spec) -> str:
         """64 hex digits: SHA-256 over the spec, the sources of kernels and compiler, and the target."""
@@ -305,7 +309,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def default_store() -> Store:
     """The store of this process: the folders of ``FA3_STORE``, else the package's own, then the user's cache."""
     asked = os.environ.get("FA3_STORE")

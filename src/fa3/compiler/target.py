@@ -88,7 +88,7 @@ def _cuda_major() -> int:
     return next((major for major in runs if major in installed), runs[0])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def driver_cuda_version() -> tuple[int, int] | None:
     """Newest CUDA (major, minor) that the installed driver runs, None without a driver. Touches no GPU."""
     try:
@@ -101,7 +101,7 @@ def driver_cuda_version() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def tvm_ffi_abi() -> str:
     """``major.minor`` of the installed tvm-ffi; that of the supported series if there is none."""
     try:
@@ -155,11 +155,12 @@ def runtime_library(cuda_major: int) -> Path:
     where = f"FA3_CUTE_RUNTIME={asked!r}" if asked else "no package nvidia-cutlass-dsl of this CUDA major"
     raise StoreError(
         f"{RUNTIME_LIBRARY} for CUDA {cuda_major} not found ({where}): "
-        f'pip install "fa3[{CUDA_MAJORS.get(cuda_major, "hopper")}]", or set FA3_CUTE_RUNTIME to that file or its folder'
+        f'pip install "fa3[{CUDA_MAJORS.get(cuda_major, "hopper")}]", '
+        f"or set FA3_CUTE_RUNTIME to that file or its folder"
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def load_runtime_library(cuda_major: int) -> ctypes.CDLL:
     """Load the runtime library, so that the loader finds it by its name when an artifact asks for it."""
     path = runtime_library(cuda_major)
