@@ -1,0 +1,291 @@
+"""The store: keys, permissions, locks, broken artifacts. No compiler is needed here."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from toy_kernels import ToySpec
+
+from fa3.compiler import store as store_module
+from fa3.compiler.build import Artifact
+from fa3.compiler.store import Store, default_store
+from fa3.compiler.target import Target
+from fa3.errors import CompileError, StoreError
+
+SPEC = ToySpec()
+TARGET = Target(cuda_major=13)
+
+
+def artifact(content: bytes = b"code") -> Artifact:
+    return Artifact(content, {"symbol": "toy", "sha256": hashlib.sha256(content).hexdigest(), "name": "toy"})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store([tmp_path / "store"], TARGET)
+
+
+def test_what_is_put_is_found_with_its_facts(store: Store) -> None:
+    assert store.find(SPEC) is None
+    path = store.put(SPEC, artifact())
+    assert store.find(SPEC) == path
+    assert path.read_bytes() == b"code"
+    assert store.facts(SPEC) == artifact().facts
+
+
+def test_the_key_depends_on_spec_target_and_sources(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = store.key(SPEC)
+    assert key == store.key(ToySpec())
+    others = {
+        store.key(ToySpec(threads=64)),
+        store.for_target(Target(cuda_major=12)).key(SPEC),
+        store.for_target(Target(cuda_major=13, host="aarch64")).key(SPEC),
+        store.for_target(Target(cuda_major=13, tvm_ffi_abi="0.2")).key(SPEC),
+    }
+    monkeypatch.setattr(store_module, "sources_hash", lambda: "another source")
+    others.add(store.key(SPEC))
+    assert len(others) == 5
+    assert key not in others
+
+
+def test_the_sources_hash_sees_kernels_and_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_PACKAGE", tmp_path)
+    hashes = set()
+    for name in ("kernels/a.py", "kernels/parts/b.py", "compiler/c.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        for text in ("1", "2"):
+            (tmp_path / name).write_text(text)
+            hashes.add(store_module.sources_hash.__wrapped__())
+    assert len(hashes) == 6
+    (tmp_path / "plan.py").write_text("no part of the key")
+    assert store_module.sources_hash.__wrapped__() in hashes
+
+
+def test_new_folders_are_private_whatever_the_umask(tmp_path: Path) -> None:
+    store = Store([tmp_path / "deep" / "store"], TARGET)
+    before = os.umask(0)
+    try:
+        path = store.put(SPEC, artifact())
+    finally:
+        os.umask(before)
+    for folder in (path.parent, path.parent.parent, tmp_path / "deep" / "store"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    assert store.find(SPEC) == path
+
+
+@pytest.mark.parametrize("part", ["store", "prefix", "artifact", "kernel.so", "facts.json"])
+@pytest.mark.parametrize("mode", [0o020, 0o002])
+def test_what_others_can_write_is_not_loaded(store: Store, part: str, mode: int) -> None:
+    path = store.put(SPEC, artifact())
+    place = path.parent
+    changed = {
+        "store": store.folders[0],
+        "prefix": place.parent,
+        "artifact": place,
+        "kernel.so": path,
+        "facts.json": place / "facts.json",
+    }[part]
+    changed.chmod(stat.S_IMODE(changed.stat().st_mode) | mode)
+    with pytest.raises(StoreError, match=r"writable by group or others.*chmod -R go-w"):
+        store.find(SPEC)
+    # A default folder is passed over instead: nobody chose it.
+    assert Store(store.folders, TARGET, named=False).find(SPEC) is None
+
+
+def test_a_foreign_default_folder_is_passed_over_and_a_named_one_is_read(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store.put(SPEC, artifact())
+    owner = path.stat().st_uid
+    if owner == 0:
+        for each in (store.folders[0], path.parent.parent, path.parent, path, path.with_name("facts.json")):
+            os.chown(each, 12345, 12345)
+    else:
+        monkeypatch.setattr(store_module, "_PACKAGE", Path("/"))
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert Store(store.folders, TARGET, named=False).find(SPEC) is None
+    assert store.find(SPEC) == path
+    with pytest.raises(StoreError, match="owned by user"):
+        store.writable_folder()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "no facts", "half facts", "facts of no dict", "no code"])
+def test_a_broken_artifact_is_never_found_and_is_replaced(store: Store, damage: str) -> None:
+    path = store.put(SPEC, artifact())
+    facts = path.with_name("facts.json")
+    if damage == "truncated":
+        path.write_bytes(b"co")
+    elif damage == "flipped":
+        path.write_bytes(b"cOde")
+    elif damage == "no facts":
+        facts.unlink()
+    elif damage == "half facts":
+        facts.write_bytes(facts.read_bytes()[:20])
+    elif damage == "facts of no dict":
+        facts.write_text("[]")
+    else:
+        path.unlink()
+    assert store.find(SPEC) is None
+    built = []
+
+    def compile_one(spec: ToySpec) -> Artifact:
+        built.append(spec)
+        return artifact()
+
+    assert store.fill(SPEC, compile_one) == artifact().facts
+    assert built == [SPEC]
+    assert store.find(SPEC) == path
+    assert [entry.name for entry in path.parent.parent.iterdir() if "tmp" in entry.name] == []
+
+
+def test_a_broken_artifact_in_a_first_folder_does_not_hide_a_whole_one(tmp_path: Path) -> None:
+    first, second = Store([tmp_path / "a"], TARGET), Store([tmp_path / "b"], TARGET)
+    first.put(SPEC, artifact()).write_bytes(b"broken")
+    whole = second.put(SPEC, artifact())
+    assert Store([tmp_path / "a", tmp_path / "b"], TARGET).find(SPEC) == whole
+
+
+def test_stacked_folders_are_read_in_order_and_the_first_writable_one_is_written(tmp_path: Path) -> None:
+    shipped = Store([tmp_path / "shipped"], TARGET)
+    path = shipped.put(SPEC, artifact())
+    (tmp_path / "shipped").chmod(0o500)
+    stacked = Store([tmp_path / "shipped", tmp_path / "own"], TARGET)
+    assert stacked.find(SPEC) == path
+    other = ToySpec(threads=64)
+    assert (tmp_path / "own") in stacked.put(other, artifact()).parents
+    (tmp_path / "shipped").chmod(0o700)
+
+
+def test_a_store_without_a_writable_folder_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "fixed").mkdir(mode=0o500)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(StoreError) as caught:
+        Store([tmp_path / "file", tmp_path / "fixed", tmp_path / "open"], TARGET).put(SPEC, artifact())
+    for reason in ("file: not a folder", "fixed: read-only", "open: writable by group or others", "FA3_STORE"):
+        assert reason in str(caught.value)
+
+
+def test_a_read_only_store_is_read_without_a_lock(store: Store) -> None:
+    path = store.put(SPEC, artifact())
+    for lock in path.parent.parent.glob(".*.lock"):
+        lock.unlink()
+    folders = (path.parent, path.parent.parent, store.folders[0])
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        assert store.fill(SPEC, lambda spec: pytest.fail("compiled again")) == artifact().facts
+        assert list(path.parent.parent.iterdir()) == [path.parent]
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+
+
+def _fill_slowly(folder: Path, log: Path) -> None:
+    def compile_one(spec: ToySpec) -> Artifact:
+        with log.open("a") as file:
+            file.write("compiled\n")
+        time.sleep(0.3)
+        return artifact()
+
+    Store([folder], TARGET).fill(SPEC, compile_one)
+
+
+def test_two_processes_that_want_the_same_kernel_compile_it_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    log = tmp_path / "log"
+    processes = [context.Process(target=_fill_slowly, args=(tmp_path / "store", log)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert log.read_text() == "compiled\n"
+
+
+INTERRUPTED = """
+import os, signal, sys
+from fa3.compiler import store as module
+from test_store import SPEC, TARGET, artifact
+def stop(folder):
+    os.kill(os.getpid(), signal.SIGKILL)
+module._sync_folder = stop
+module.Store([sys.argv[1]], TARGET).put(SPEC, artifact(b"half"))
+"""
+
+
+def test_a_process_killed_while_it_writes_leaves_the_store_whole(store: Store) -> None:
+    other = ToySpec(threads=64)
+    store.put(other, artifact())
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(store_module.__file__).parents[2])])
+    killed = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(store.folders[0])], env={**os.environ, "PYTHONPATH": path}, check=False
+    )
+    assert killed.returncode == -9
+    place = store.folders[0] / store.key(SPEC)[:2]
+    assert list(place.glob(".tmp-*")), "the process was to be killed between writing and renaming"
+    assert store.find(SPEC) is None
+    assert store.find(other) is not None
+    # Its lock went with it, and the next one tidies up.
+    assert store.fill(SPEC, lambda spec: artifact()) == artifact().facts
+    assert not list(place.glob(".tmp-*"))
+
+
+def test_an_exception_while_compiling_leaves_nothing_behind_and_frees_the_lock(store: Store) -> None:
+    def interrupted(spec: ToySpec) -> Artifact:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.fill(SPEC, interrupted)
+    assert store.find(SPEC) is None
+    (lock,) = (store.folders[0] / store.key(SPEC)[:2]).iterdir()
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_without_artifact_and_compiler_the_error_names_spec_folders_and_remedies(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "dsl_installed", lambda: False)
+    with pytest.raises(CompileError) as caught:
+        store.load(SPEC)
+    for part in (SPEC.name, str(store.folders[0]), "fa3 compile", "FA3_STORE", 'pip install "fa3[hopper]"'):
+        assert part in str(caught.value)
+
+
+def test_fa3_store_names_the_folders_and_spares_platformdirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FA3_STORE", os.pathsep.join([str(tmp_path / "a"), str(tmp_path / "b")]))
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    default_store.cache_clear()
+    try:
+        assert default_store().folders == (tmp_path / "a", tmp_path / "b")
+    finally:
+        default_store.cache_clear()
+
+
+def test_without_fa3_store_the_package_comes_before_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FA3_STORE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    default_store.cache_clear()
+    try:
+        assert default_store().folders == (store_module.PACKAGE_STORE, Path("/somewhere/fa3/store"))
+    finally:
+        default_store.cache_clear()
+
+
+def test_facts_are_plain_json_beside_the_code(store: Store) -> None:
+    path = store.put(SPEC, artifact())
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["facts.json", "kernel.so"]
+    assert json.loads(path.with_name("facts.json").read_text()) == artifact().facts
