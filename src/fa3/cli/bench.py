@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fa3
 from fa3.cli.roofline import attention_flops, utilisation
 
 if TYPE_CHECKING:
@@ -129,13 +130,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steady", default="16384", help="sequence lengths also run in steady state, 'all' or 'none'")
     parser.add_argument("--quick", action="store_true", help="three rounds, no steady state: a first look")
     parser.add_argument("--limit", type=float, default=TIME_LIMIT, help="seconds after which no new cell begins")
+    parser.add_argument("--commit", help="commit of the sources, for a copy of them without their repository")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result file")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the result")
 
 
 def _git_commit() -> str:
     """Commit of the source tree this module lies in, with ``+`` when it has changes; ``unknown`` elsewhere."""
-    folder = Path(__file__).resolve().parent
+    folder = Path(fa3.__file__).resolve().parent
     try:
         head = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True, timeout=10
@@ -151,7 +153,9 @@ def _git_commit() -> str:
     return head + ("+" if changed.returncode else "")
 
 
-def facts(device: torch.device, sensors: Sensors, impls: Sequence[Impl], missing: dict[str, str]) -> Row:
+def facts(
+    device: torch.device, sensors: Sensors, impls: Sequence[Impl], missing: dict[str, str], commit: str | None
+) -> Row:
     """The head of a result file: the machine, the versions, and what was run."""
     import torch
 
@@ -167,8 +171,8 @@ def facts(device: torch.device, sensors: Sensors, impls: Sequence[Impl], missing
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "cutlass": cutlass,
-        "fa3": importlib.metadata.version("fa3"),
-        "commit": _git_commit(),
+        "fa3": fa3.__version__,
+        "commit": commit or _git_commit(),
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["fa3", *sys.argv[1:]]),
@@ -268,7 +272,7 @@ def row(entrant: Entrant, cell: Cell, dtype: str, sample: Sample, regime: str) -
         "h": cell.heads,
         "hk": cell.heads,
         "ms": round(sample.ms, 5),
-        "tflops": round(cell.flops / sample.ms / 1e9, 2),
+        "tflops": round(cell.flops / sample.ms / 1e9, 3),
         "clock_mhz": sample.clock_mhz,
         "watts": None if sample.watts is None else round(sample.watts, 1),
         "regime": regime,
@@ -339,9 +343,8 @@ def schedule_impls() -> list[tuple[Impl, str | None]]:
 
         return bind
 
-    version = importlib.metadata.version("fa3")
     return [
-        (Impl("fa3", version, prepare(spec)), spec.name)
+        (Impl("fa3", fa3.__version__, prepare(spec)), spec.name)
         for spec in plan.shipped_specs("schedule")
         if spec.dtype == "bf16" and spec.head_dim == 128 and not spec.causal
     ]
@@ -379,10 +382,13 @@ def _no_time() -> Sample:
 
 def print_table(result: Row) -> None:
     """The rows as tables, one a regime: TFLOPS of each implementation, and fa3's ratio to each peer."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
+    if not console.is_terminal:
+        console.width = 160  # a log file has no edge to wrap at
     rows: list[Row] = result["rows"]
     head = result["gpu"] or "CPU"
     for regime in ("host", "burst", "steady"):
@@ -390,18 +396,21 @@ def print_table(result: Row) -> None:
         if not group:
             continue
         if regime == "host":
-            table = Table("impl", "host time of a call", title=f"{head}, no waiting between calls")
+            table = Table("impl", "host time of a call", title=f"{head}, no waiting between calls", box=SIMPLE_HEAD)
             for entry in group:
                 table.add_row(entry["impl"], f"{entry['host_us']:.1f} us")
         else:
-            table = Table(title=f"{head}, {regime}: TFLOPS")
-            for column in ("cell", "b", "impl", "ms", "TFLOPS", "fa3 is faster by", "MHz", "W", "at its clock", "J"):
-                table.add_column(column, justify="left" if column in ("cell", "impl") else "right")
             ours = {
                 _cell_key(entry): entry["ms"] for entry in group if entry["impl"] == "fa3" and "spec" not in entry
             }
-            for entry in group:
-                table.add_row(*_cells_of(entry, ours.get(_cell_key(entry)), result["sm_count"]))
+            lines = [_cells_of(entry, ours.get(_cell_key(entry)), result["sm_count"]) for entry in group]
+            # What this machine does not tell is no column.
+            told = [name for name in lines[0] if any(line[name] for line in lines)]
+            table = Table(title=f"{head}, {regime}", box=SIMPLE_HEAD)
+            for name in told:
+                table.add_column(name, justify="left" if name in ("cell", "impl") else "right", no_wrap=True)
+            for line in lines:
+                table.add_row(*(line[name] for name in told))
         console.print(table)
     for note in result["notes"]:
         console.print(f"note: {note}", highlight=False)
@@ -413,21 +422,22 @@ def _cell_key(entry: Row) -> tuple[Any, ...]:
     return tuple(entry[field] for field in ("dtype", "d", "causal", "b", "s", "h", "hk"))
 
 
-def _cells_of(entry: Row, ours_ms: float | None, sm_count: int | None) -> list[str]:
+def _cells_of(entry: Row, ours_ms: float | None, sm_count: int | None) -> dict[str, str]:
+    """Column -> text of one row; the ratio is the time of this row to that of fa3."""
     clock, watts = entry["clock_mhz"], entry["watts"]
     mask = "causal" if entry["causal"] else "full"
-    return [
-        f"{entry['dtype']} {entry['d']}-{mask}-{entry['s']}",
-        str(entry["b"]),
-        entry.get("spec", entry["impl"]),
-        f"{entry['ms']:.3f}",
-        f"{entry['tflops']:.0f}" if entry["tflops"] >= 10 else f"{entry['tflops']:.2f}",
-        f"{entry['ms'] / ours_ms:.2f}x" if ours_ms else "",
-        f"{clock:.0f}" if clock else "",
-        f"{watts:.0f}" if watts else "",
-        f"{utilisation(entry['tflops'], sm_count, clock):.2f}" if clock and sm_count else "",
-        f"{watts * entry['ms'] / 1e3:.3f}" if watts else "",
-    ]
+    return {
+        "cell": f"{entry['dtype']} {entry['d']}-{mask}-{entry['s']}",
+        "batch": str(entry["b"]),
+        "impl": entry.get("spec", entry["impl"]),
+        "ms": f"{entry['ms']:.3f}",
+        "TFLOPS": f"{entry['tflops']:.0f}" if entry["tflops"] >= 10 else f"{entry['tflops']:.3f}",
+        "time / fa3": f"{entry['ms'] / ours_ms:.3f}" if ours_ms else "",
+        "MHz": f"{clock:.0f}" if clock else "",
+        "utilisation": f"{utilisation(entry['tflops'], sm_count, clock):.3f}" if clock and sm_count else "",
+        "W": f"{watts:.0f}" if watts else "",
+        "J a call": f"{watts * entry['ms'] / 1e3:.3f}" if watts else "",
+    }
 
 
 def _write(result: Row, path: Path | None) -> None:
@@ -481,7 +491,7 @@ def run(args: argparse.Namespace) -> int:
     steady_seqlens = _steady_seqlens(args.steady, cells, on_gpu and not args.quick)
     impls, missing = peers.find(device, tuple(args.impls.split(",")) if args.impls else None)
     sensors = Sensors(device)
-    result = {"kind": _kind(args), **facts(device, sensors, impls, missing)}
+    result = {"kind": _kind(args), **facts(device, sensors, impls, missing, args.commit)}
     with torch.inference_mode():
         if args.host:
             result["rows"] = measure_host(impls, dtype, device)

@@ -100,7 +100,7 @@ def _hopper() -> tuple[bool, str]:
     hopper = False
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
-        hopper |= major == 9
+        hopper |= (major, minor) == (9, 0)
         names.append(f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})")
     return hopper, ", ".join(names)
 

@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+import fa3
 from fa3.errors import FA3Error
 
 #: Subcommand -> what it does. The module of the same name in this package does it.
@@ -46,9 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     top = parser()
     args = top.parse_args(argv)
     if args.version:
-        from importlib.metadata import version
-
-        print(f"fa3 {version('fa3')}")
+        print(f"fa3 {fa3.__version__}")
         return 0
     if args.command is None:
         top.print_help()

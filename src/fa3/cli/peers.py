@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import fa3
+
 #: A call with its arguments bound: one forward, without LSE where the peer leaves a choice.
 Call = Callable[[], object]
 #: Binds q, k, v of shape (batch, seqlen, heads, dim) and the mask into a call.
@@ -113,11 +115,11 @@ def _find_one(name: str, device: torch.device, named: bool) -> Impl | str:
     if name == "tiled":
         if on_gpu and not named:  # exact and slow: it would take most of the run
             return "measured on a GPU only when it is named"
-        return Impl("tiled", _version("fa3"), _tiled)
+        return Impl("tiled", fa3.__version__, _tiled)
     if not on_gpu:
         return "needs a GPU"
     if name == "fa3":
-        return Impl("fa3", _version("fa3"), _flash_attn_func("fa3"))
+        return Impl("fa3", fa3.__version__, _flash_attn_func("fa3"))
     if name == "official":
         for module, distribution in (("fa3_fwd_interface", "fa3-fwd"), ("flash_attn_interface", "flash-attn-3")):
             if _importable(module):
