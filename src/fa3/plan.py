@@ -1,0 +1,231 @@
+"""The plan: from a problem and the facts of a device to a spec and the launch, with the reason of each choice.
+
+Pure Python and pure arithmetic: nothing here touches a GPU, torch or the compiler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fa3.problem import Problem
+from fa3.spec import ELEMENT_BYTES, ForwardSpec
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What a plan needs to know of a GPU.
+
+    Attributes:
+        name: as the driver gives it.
+        sm_count: streaming multiprocessors.
+        l2_bytes: size of the L2 cache.
+        shared_per_block: most dynamic shared memory of one block, bytes.
+        tensor_flops_per_clock: dense 16-bit FLOPs per clock and multiprocessor.
+        boost_clock_hz: highest clock of the multiprocessors.
+        memory_bytes_per_second: device memory, read and written together.
+    """
+
+    name: str
+    sm_count: int
+    l2_bytes: int
+    shared_per_block: int
+    tensor_flops_per_clock: int = 4096
+    boost_clock_hz: float = 1.98e9
+    memory_bytes_per_second: float = 4.8e12
+
+
+#: Assumed where there is no GPU to ask: an H200 SXM.
+H200 = DeviceFacts(name="NVIDIA H200", sm_count=132, l2_bytes=60 * 2**20, shared_per_block=232_448)
+
+
+@dataclass(frozen=True)
+class TileChoice:
+    """One row of the tile table."""
+
+    tile_m: int
+    tile_n: int
+    stages: int
+    rescale_threshold: float
+    reason: str
+
+
+#: (head dim, causal) -> tiles.
+TILES = {
+    (64, False): TileChoice(192, 128, 2, 0.0, "three warpgroups fill the tensor core at d 64; wider tiles spill"),
+    (64, True): TileChoice(192, 128, 2, 0.0, "as without a mask"),
+    (128, False): TileChoice(128, 128, 2, 8.0, "scores, probabilities and output fit 240 registers"),
+    (128, True): TileChoice(128, 128, 2, 8.0, "square tiles waste least on the diagonal"),
+    (256, False): TileChoice(128, 80, 2, 8.0, "the most keys that two stages leave room for in shared memory"),
+    (256, True): TileChoice(128, 80, 2, 8.0, "as without a mask"),
+}
+
+#: Part of L2 that K and V of the heads in flight may take; the rest is for q, out and whoever else runs.
+L2_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `plan` decided.
+
+    Attributes:
+        spec: the kernel.
+        section: heads whose K and V share L2; see ``kernels/parts/tiles.py``.
+        grid_blocks: thread blocks of the launch.
+        reasons: one sentence for each choice.
+        flops: floating-point operations of both products, masked parts left out.
+        bytes_moved: bytes of q, k, v, out and LSE, each once.
+    """
+
+    spec: ForwardSpec
+    section: int
+    grid_blocks: int
+    reasons: tuple[str, ...]
+    flops: float
+    bytes_moved: int
+
+    def roofline_seconds(self, device: DeviceFacts) -> tuple[float, float]:
+        """(tensor core, memory) time that no kernel can beat on the device at its highest clock."""
+        tensor = self.flops / (device.sm_count * device.tensor_flops_per_clock * device.boost_clock_hz)
+        return tensor, self.bytes_moved / device.memory_bytes_per_second
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why no kernel exists for this problem yet, or ``None`` when one does."""
+    if problem.dtype not in ELEMENT_BYTES:
+        return f"dtype {problem.dtype}: kernels exist for {', '.join(ELEMENT_BYTES)}"
+    classes = sorted({d for d, _ in TILES})
+    if problem.head_dim not in classes:
+        return f"head_dim={problem.head_dim}: kernels exist for {', '.join(map(str, classes))}"
+    if problem.head_dim_v != problem.head_dim:
+        return f"head_dim_v={problem.head_dim_v}, head_dim={problem.head_dim}: kernels exist for equal ones"
+    return None
+
+
+def plan(problem: Problem, device: DeviceFacts) -> Plan:
+    """Choose the kernel and the launch of a problem.
+
+    Raises:
+        NotImplementedError: no kernel exists for the problem.
+    """
+    missing = why_not(problem)
+    if missing is not None:
+        raise NotImplementedError(missing)
+    choice = TILES[problem.head_dim, problem.causal]
+    spec = make_spec(problem.dtype, problem.head_dim, problem.causal, choice)
+    section = heads_of_section(problem, device)
+    m_blocks = math.ceil(problem.seqlen_q / spec.tile_m)
+    grid_blocks = m_blocks * problem.heads_q * problem.batch
+    reasons = (
+        f"tiles of {choice.tile_m} queries x {choice.tile_n} keys in {choice.stages} stages: {choice.reason}",
+        f"softmax reference moves at 2**{choice.rescale_threshold:g}: fewer rescales of the output"
+        if choice.rescale_threshold
+        else "softmax reference always moves: with a small output a vote costs more than the rescale",
+        f"{grid_blocks} blocks on {device.sm_count} multiprocessors: {grid_blocks / device.sm_count:.2f} waves",
+        f"{section} heads at a time: their K and V take at most {L2_SHARE:.0%} of L2"
+        + ("; longest tiles first" if problem.causal else ""),
+    )
+    return Plan(spec, section, grid_blocks, reasons, flops(problem), bytes_moved(problem))
+
+
+def make_spec(dtype: str, head_dim: int, causal: bool, choice: TileChoice) -> ForwardSpec:
+    """Spec with the full schedule."""
+    return ForwardSpec(
+        dtype=dtype,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        causal=causal,
+        tile_m=choice.tile_m,
+        tile_n=choice.tile_n,
+        stages=choice.stages,
+        warp_specialized=True,
+        pingpong=True,
+        overlap=True,
+        rescale_threshold=choice.rescale_threshold,
+        integer_max=True,
+    )
+
+
+def heads_of_section(problem: Problem, device: DeviceFacts) -> int:
+    """How many query heads run side by side.
+
+    Without a mask all tiles are equally long, so one K/V head at a time is best for L2. With a causal mask
+    as many as fit, so that the longest tiles of many heads start first.
+    """
+    group = problem.group_size
+    if not problem.causal:
+        return group
+    head_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES[problem.dtype]
+    kv_heads = max(1, int(L2_SHARE * device.l2_bytes) // max(head_bytes, 1))
+    return min(kv_heads * group, problem.heads_q * problem.batch)
+
+
+def flops(problem: Problem) -> float:
+    """FLOPs of QK^T and PV over the keys that each row sees."""
+    if problem.causal:
+        offset = problem.seqlen_k - problem.seqlen_q
+        first = max(0, -offset)
+        rows = problem.seqlen_q - first
+        pairs = rows * (first + offset + 1 + problem.seqlen_k) / 2 if rows > 0 else 0.0
+    else:
+        pairs = float(problem.seqlen_q) * problem.seqlen_k
+    return 2.0 * problem.batch * problem.heads_q * pairs * (problem.head_dim + problem.head_dim_v)
+
+
+def bytes_moved(problem: Problem) -> int:
+    """Bytes of every input and output, each once."""
+    element = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}[problem.dtype]
+    q_and_out = problem.heads_q * problem.seqlen_q * (problem.head_dim + problem.head_dim_v)
+    k_and_v = problem.heads_kv * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    lse = 4 * problem.heads_q * problem.seqlen_q if problem.return_lse else 0
+    return problem.batch * (element * (q_and_out + k_and_v) + lse)
+
+
+# Sets of specs to compile -------------------------------------------------------------------------
+
+PRESETS = ("smoke", "forward", "schedule", "all")
+
+
+def shipped_specs(preset: str) -> tuple[ForwardSpec, ...]:
+    """The specs of a preset, in a fixed order.
+
+    ``smoke``: one kernel. ``forward``: all that `plan` can choose. ``schedule``: every combination of the
+    schedule's switches, for tests and the ablation. ``all``: everything.
+
+    Raises:
+        ValueError: unknown preset.
+    """
+    if preset == "smoke":
+        return (make_spec("bf16", 128, False, TILES[128, False]),)
+    if preset == "forward":
+        return tuple(
+            make_spec(dtype, head_dim, causal, choice)
+            for dtype in ELEMENT_BYTES
+            for (head_dim, causal), choice in TILES.items()
+        )
+    if preset == "schedule":
+        return tuple(_schedules())
+    if preset == "all":
+        return tuple(dict.fromkeys((*shipped_specs("forward"), *shipped_specs("schedule"))))
+    raise ValueError(f"preset={preset!r}: allowed are {', '.join(PRESETS)}")
+
+
+def _schedules() -> Iterator[ForwardSpec]:
+    switches = (False, True)
+    for (head_dim, causal), choice in TILES.items():
+        full = make_spec("bf16", head_dim, causal, choice)
+        # The whole grid of switches at d 128; elsewhere each switch off alone, and all of them.
+        grid = [(w, p, o) for w in switches for p in switches for o in switches]
+        if head_dim != 128:
+            grid = [(w, p, o) for w, p, o in grid if w + p + o in (0, 2)]
+        for specialized, pingpong, overlap in grid:
+            yield replace(full, warp_specialized=specialized, pingpong=pingpong, overlap=overlap)
+        yield replace(full, rescale_threshold=8.0 - choice.rescale_threshold)
+        yield replace(full, integer_max=False)
+    for causal in switches:
+        # The paper's ablation is in fp16.
+        full = make_spec("fp16", 128, causal, TILES[128, causal])
+        for specialized, pingpong, overlap in ((False, True, True), (True, False, True), (True, True, False)):
+            yield replace(full, warp_specialized=specialized, pingpong=pingpong, overlap=overlap)
+        yield replace(full, pingpong=False, overlap=False)
