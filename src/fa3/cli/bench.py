@@ -229,9 +229,8 @@ def enter(
                 calls = [impl.prepare(q, k, v, cell.causal) for q, k, v in tensors]
                 out = calls[0]()
                 synchronize(device)
-                silent = _NoSensors()
-                burst(device, calls, 2, silent)
-                ms = burst(device, calls, 3, silent).ms
+                burst(device, calls, 2)
+                ms = burst(device, calls, 3).ms
         except Exception as error:  # a peer may fail in any way; the others are still measured
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
             notes.append(f"{cell}: {label} left out: {type(error).__name__}: {first_line}")
@@ -249,13 +248,6 @@ def enter(
             notes.append(f"{cell}: {label} differs from {entrants[0].impl.name if entrants else label}: {difference}")
         entrants.append(Entrant(impl, calls, ms, spec))
     return entrants
-
-
-class _NoSensors:
-    """Stands in for ``Sensors`` while nothing is recorded."""
-
-    def clock_mhz(self) -> None:
-        return None
 
 
 def row(entrant: Entrant, cell: Cell, dtype: str, sample: Sample, regime: str) -> Row:
@@ -331,7 +323,7 @@ def schedule_impls() -> list[tuple[Impl, str | None]]:
     """fa3's own kernel, once for every combination of the switches of the schedule."""
     from fa3 import plan
     from fa3.backends import hopper
-    from fa3.cli.peers import Call, Impl
+    from fa3.cli.peers import Impl
     from fa3.spec import ForwardSpec
 
     def prepare(spec: ForwardSpec) -> Callable[..., Call]:
@@ -400,9 +392,7 @@ def print_table(result: Row) -> None:
             for entry in group:
                 table.add_row(entry["impl"], f"{entry['host_us']:.1f} us")
         else:
-            ours = {
-                _cell_key(entry): entry["ms"] for entry in group if entry["impl"] == "fa3" and "spec" not in entry
-            }
+            ours = {_cell_key(entry): entry["ms"] for entry in group if entry["impl"] == "fa3" and "spec" not in entry}
             lines = [_cells_of(entry, ours.get(_cell_key(entry)), result["sm_count"]) for entry in group]
             # What this machine does not tell is no column.
             told = [name for name in lines[0] if any(line[name] for line in lines)]
@@ -429,7 +419,7 @@ def _cells_of(entry: Row, ours_ms: float | None, sm_count: int | None) -> dict[s
     return {
         "cell": f"{entry['dtype']} {entry['d']}-{mask}-{entry['s']}",
         "batch": str(entry["b"]),
-        "impl": entry.get("spec", entry["impl"]),
+        "impl": str(entry.get("spec", entry["impl"])),
         "ms": f"{entry['ms']:.3f}",
         "TFLOPS": f"{entry['tflops']:.0f}" if entry["tflops"] >= 10 else f"{entry['tflops']:.3f}",
         "time / fa3": f"{entry['ms'] / ours_ms:.3f}" if ours_ms else "",

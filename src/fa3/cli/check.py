@@ -203,7 +203,7 @@ def _store(store: Store, hopper: bool) -> Iterator[Finding]:
 
 
 def usable_artifacts(store: Store) -> tuple[int, int]:
-    """How many of the specs that fa3 ships for the forward are in the store for this machine, and how many there are."""
+    """(usable here, shipped): forward kernels in the store for this machine, and all that fa3 ships."""
     from fa3.plan import shipped_specs
 
     specs = shipped_specs("forward")
@@ -241,7 +241,8 @@ def run(args: argparse.Namespace) -> int:
             best = "sdpa"
     verdict = f"ready, with the {best} backend" if ready else "not ready: see the lines marked NO"
     if args.json:
-        print(json.dumps({"ready": ready, "backend": best, "findings": [asdict(finding) for finding in found]}, indent=1))
+        report = {"ready": ready, "backend": best, "findings": [asdict(finding) for finding in found]}
+        print(json.dumps(report, indent=1))
         return 0 if ready else 1
     width = max(len(finding.subject) for finding in found)
     for finding in found:

@@ -28,7 +28,6 @@ GPU_SHAPE = (1, 16384, 16, 128)
 REPEATS = {"cpu": 2, "cuda": 20}
 
 
-
 @dataclass(frozen=True)
 class Measured:
     """What one implementation did: time in ms, bytes it took at its peak, and its error against the oracle."""
@@ -131,7 +130,7 @@ def _resident(field: str) -> int:
 
 def measure(
     label: str,
-    call: Callable[[], torch.Tensor],
+    call: Callable[[], object],
     expected: torch.Tensor,
     device: torch.device,
     repeats: int,
@@ -143,6 +142,7 @@ def measure(
 
     with _Peak(device) as peak:
         out = call()
+    assert isinstance(out, torch.Tensor)
     errors = (out.double() - expected).abs().flatten()
     del out
     times = []
@@ -212,7 +212,7 @@ def run(args: argparse.Namespace) -> int:
         )
     matrix = batch * heads * seqlen * seqlen * 4
     print(f"\nThe N x N matrix of scores, never made by fa3: {matrix / 1e6:,.0f} MB in float32.")
-    print("Errors are against float64 attention by its definition; memory is the peak of one call, its output included.")
+    print("Errors are against float64 attention by its definition; memory is the peak of one call, output included.")
     if plots.available():
         plots.save(plots.demo_figure(ours, plain, f"{where}: {shape}"), args.png)
         print(f"picture: {args.png}")

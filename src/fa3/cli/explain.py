@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fa3.cli.demo import parse_shape
-from fa3.cli.roofline import H200_BYTES_PER_SECOND, H200_CLOCK_MHZ, attention_flops, roofline
+from fa3.cli.roofline import roofline
 from fa3.errors import FA3Error
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fa3.plan import DeviceFacts, Plan
     from fa3.problem import Problem
 
-ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+DTYPES = ("bf16", "fp16", "fp32", "fp64")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seqlen-k", type=int, help="key length (default: S)")
     parser.add_argument("--head-dim-v", type=int, help="head dim of v (default: D)")
     parser.add_argument("--causal", action="store_true", help="causal mask, aligned bottom-right")
-    parser.add_argument("--dtype", choices=sorted(ELEMENT_BYTES), default="bf16", help="element type (default: bf16)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="element type (default: bf16)")
     parser.add_argument("--softmax-scale", type=float, help="default: D^-0.5")
     parser.add_argument("--lse", action="store_true", help="the call returns the LSE too")
     parser.add_argument("--json", action="store_true", help="print as JSON")
@@ -61,14 +61,6 @@ def problem_of(args: argparse.Namespace) -> Problem:
     )
 
 
-def least_bytes(problem: Problem) -> int:
-    """Bytes of q, k, v and out, and of the LSE if it is wanted, each moved once."""
-    query = problem.batch * problem.seqlen_q * problem.heads_q * (problem.head_dim + problem.head_dim_v)
-    key = problem.batch * problem.seqlen_k * problem.heads_kv * (problem.head_dim + problem.head_dim_v)
-    lse = 4 * problem.batch * problem.heads_q * problem.seqlen_q if problem.return_lse else 0
-    return ELEMENT_BYTES[problem.dtype] * (query + key) + lse
-
-
 def _hopper_device() -> torch.device | None:
     import torch
 
@@ -82,22 +74,11 @@ def _device_facts(device: torch.device | None) -> tuple[DeviceFacts, str]:
     from fa3.plan import H200
 
     if device is None:
-        return H200, "an assumed H200"
-    import torch
-
+        return H200, f"an assumed {H200.name}"
     from fa3.backends import hopper
 
-    return hopper.device_facts(device), torch.cuda.get_device_name(device)
-
-
-def _plan(problem: Problem, facts: DeviceFacts) -> Plan | str:
-    """The plan, or why the hopper backend has none."""
-    from fa3.plan import plan
-
-    try:
-        return plan(problem, facts)
-    except (NotImplementedError, ValueError) as error:
-        return str(error)
+    facts = hopper.device_facts(device)
+    return facts, facts.name
 
 
 def _artifact(planned: Plan) -> dict[str, Any]:
@@ -120,27 +101,19 @@ def explanation(problem: Problem) -> dict[str, Any]:
     import torch
 
     from fa3 import backends
+    from fa3 import plan as planning
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     hopper = _hopper_device()
     facts, card = _device_facts(hopper)
-    planned = _plan(problem, facts)
-    flops = attention_flops(
-        batch=problem.batch,
-        heads=problem.heads_q,
-        seqlen_q=problem.seqlen_q,
-        seqlen_k=problem.seqlen_k,
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        causal=problem.causal,
-    )
-    bytes_moved = least_bytes(problem)
-    scores = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
+    no_plan = planning.why_not(problem)
+    flops, bytes_moved = planning.flops(problem), planning.bytes_moved(problem)
     limits = roofline(
         flops=flops,
-        exponentials=scores / 2 if problem.causal else scores,
+        # One exponential for each score, two FLOPs for each column of q and of v.
+        exponentials=flops / (2 * (problem.head_dim + problem.head_dim_v)),
         bytes_moved=bytes_moved,
-        sm_count=facts.sm_count,
+        device=facts,
     )
     result: dict[str, Any] = {
         "problem": asdict(problem),
@@ -149,18 +122,19 @@ def explanation(problem: Problem) -> dict[str, Any]:
         "backend_reason": backends.backend_reason(problem, device),
         "flops": flops,
         "bytes": bytes_moved,
-        "score_matrix_bytes": 4 * scores,
+        "score_matrix_bytes": 4 * problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k,
         "planned_for": card,
         "roofline": {
             "sm_count": facts.sm_count,
-            "clock_mhz": H200_CLOCK_MHZ,
-            "bytes_per_second": H200_BYTES_PER_SECOND,
+            "clock_mhz": facts.boost_clock_hz / 1e6,
+            "bytes_per_second": facts.memory_bytes_per_second,
             **asdict(limits),
             "bound": limits.bound,
         },
     }
-    if isinstance(planned, str):
-        return {**result, "plan": None, "no_plan": planned}
+    if no_plan is not None:
+        return {**result, "plan": None, "no_plan": no_plan}
+    planned = planning.plan(problem, facts)
     result["plan"] = {
         "spec": planned.spec.as_dict(),
         "name": planned.spec.name,
@@ -209,7 +183,7 @@ def _lines(said: dict[str, Any]) -> list[str]:
         f"  {said['flops'] / 1e9:,.2f} GFLOP, {said['bytes'] / 1e6:,.2f} MB moved at least; "
         f"the matrix of scores that is never made: {said['score_matrix_bytes'] / 1e6:,.1f} MB in float32",
         f"  least time on {limits['sm_count']} SMs at {limits['clock_mhz']:.0f} MHz "
-        f"and {limits['bytes_per_second'] / 1e12:.1f} TB/s (data sheet):",
+        f"and {limits['bytes_per_second'] / 1e12:.1f} TB/s:",
         f"    tensor cores {limits['tensor_us']:10,.2f} us   (16-bit)",
         f"    exponentials {limits['exp_us']:10,.2f} us",
         f"    memory       {limits['memory_us']:10,.2f} us",

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fa3.cli.roofline import attention_flops
 from fa3.errors import FA3Error
 
 if TYPE_CHECKING:
@@ -163,6 +162,7 @@ def demo_figure(ours: Measured, plain: Measured, title: str) -> Figure:
         left.hist(
             measured.errors, bins=bins, histtype="stepfilled", alpha=0.7, color=colour, label=measured.label, log=True
         )
+    left.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
     left.set_xlabel("absolute error against the float64 oracle")
     left.set_ylabel("output elements")
     left.legend(frameon=False)
@@ -176,16 +176,3 @@ def demo_figure(ours: Measured, plain: Measured, title: str) -> Figure:
         _plain(axes)
     figure.suptitle(title, fontsize=11)
     return figure
-
-
-def flops_of(row: Row) -> float:
-    """FLOPs of one call of a result row, by the convention that its TFLOPS were computed with."""
-    return attention_flops(
-        batch=row["b"],
-        heads=row["h"],
-        seqlen_q=row["s"],
-        seqlen_k=row["s"],
-        head_dim=row["d"],
-        head_dim_v=row["dv"],
-        causal=row["causal"],
-    )

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fa3.plan import DeviceFacts
 
 #: What one Hopper SM does in a clock: dense 16-bit FLOPs of WGMMA (a 64xNx16 product takes N/2 clocks),
 #: and exponentials of the special function units.
 FLOPS_PER_CLOCK = 4096
 EXP_PER_CLOCK = 16
-
-#: The card assumed where there is none: clock at which the data sheet's dense figure (989 TFLOPS on 132 SMs) holds,
-#: and the data sheet's memory bandwidth.
-H200_CLOCK_MHZ = 1830.0
-H200_BYTES_PER_SECOND = 4.8e12
 
 
 def attention_flops(
@@ -41,21 +40,13 @@ class Roofline:
         return max(times, key=lambda unit: times[unit])
 
 
-def roofline(
-    *,
-    flops: float,
-    exponentials: float,
-    bytes_moved: float,
-    sm_count: int,
-    clock_mhz: float = H200_CLOCK_MHZ,
-    bytes_per_second: float = H200_BYTES_PER_SECOND,
-) -> Roofline:
-    """Roofline of a problem on a card of ``sm_count`` SMs running at ``clock_mhz``."""
-    clocks_per_us = sm_count * clock_mhz
+def roofline(*, flops: float, exponentials: float, bytes_moved: float, device: DeviceFacts) -> Roofline:
+    """Least times on a device at its highest clock; no kernel beats the largest of them."""
+    clocks_per_us = device.sm_count * device.boost_clock_hz / 1e6
     return Roofline(
-        tensor_us=flops / (FLOPS_PER_CLOCK * clocks_per_us),
+        tensor_us=flops / (device.tensor_flops_per_clock * clocks_per_us),
         exp_us=exponentials / (EXP_PER_CLOCK * clocks_per_us),
-        memory_us=bytes_moved / bytes_per_second * 1e6,
+        memory_us=bytes_moved / device.memory_bytes_per_second * 1e6,
     )
 
 
