@@ -4,7 +4,7 @@ from fa3.errors import BackendError, CompileError, FA3Error, StoreError
 from fa3.interface import flash_attn_func
 from fa3.reference import reference
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "BackendError",

@@ -58,9 +58,9 @@ def _check_options(causal: bool, options: dict[str, Any]) -> bool:
     softcap = options["softcap"]
     if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
         raise TypeError(f"softcap={softcap!r}: must be a float, not {type(softcap).__name__}")
-    if not (math.isfinite(softcap) and softcap >= 0.0):
+    if not (math.isfinite(softcap) and float(softcap) >= 0.0):
         raise ValueError(f"softcap={softcap}: must be finite and at least 0 (none)")
-    if softcap > 0.0:
+    if float(softcap) > 0.0:
         raise NotImplementedError(f"softcap={softcap} is not built yet: leave it 0.0")
     if _check_int("num_splits", options["num_splits"], 0, "0 (automatic) and 1") > 1:
         raise NotImplementedError(f"num_splits={options['num_splits']} is not built yet: allowed are 0 and 1")
@@ -180,5 +180,5 @@ def flash_attn_func(
         check_tensors(q=q, k=k, v=v)
         softmax_scale = None if softmax_scale is None else check_softmax_scale(softmax_scale)
     if with_lse:
-        return ops.forward_lse(q, k, v, softmax_scale, bool(causal))  # type: ignore[no-any-return]
-    return ops.forward(q, k, v, softmax_scale, bool(causal))  # type: ignore[no-any-return]
+        return ops.forward_lse(q, k, v, softmax_scale, bool(causal))
+    return ops.forward(q, k, v, softmax_scale, bool(causal))

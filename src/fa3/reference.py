@@ -123,9 +123,9 @@ def reference(
     if softmax_scale is None:
         softmax_scale = float((head_dim + (0 if qv is None else head_dim_v)) ** -0.5)
 
-    wide = {"dtype": torch.float64, "device": q.device}
     if 0 in (batch, seqlen_q, heads_q):
-        return torch.zeros(batch, seqlen_q, heads_q, head_dim_v, **wide), torch.zeros(batch, heads_q, seqlen_q, **wide)
+        empty_out = q.new_zeros((batch, seqlen_q, heads_q, head_dim_v), dtype=torch.float64)
+        return empty_out, q.new_zeros((batch, heads_q, seqlen_q), dtype=torch.float64)
     visible = visible_keys(seqlen_q, seqlen_k, causal, window_size, attention_chunk, q.device)
     heads_per_step = max(1, min(heads_q, _SCORES_PER_STEP // max(1, seqlen_q * seqlen_k)))
     rows_per_step = max(1, min(seqlen_q, _SCORES_PER_STEP // max(1, heads_per_step * seqlen_k)))
