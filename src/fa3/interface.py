@@ -56,11 +56,12 @@ def _check_options(causal: bool, options: dict[str, Any]) -> bool:
     if _check_int("attention_chunk", options["attention_chunk"], 0, "0 (none) and up"):
         raise NotImplementedError(f"attention_chunk={options['attention_chunk']} is not built yet: leave it 0")
     softcap = options["softcap"]
-    if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
         raise TypeError(f"softcap={softcap!r}: must be a float, not {type(softcap).__name__}")
-    if not (math.isfinite(softcap) and float(softcap) >= 0.0):
+    # Comparisons and no math.isfinite: torch.compile may trace the number as a symbol.
+    if not 0.0 <= softcap < math.inf:
         raise ValueError(f"softcap={softcap}: must be finite and at least 0 (none)")
-    if float(softcap) > 0.0:
+    if softcap > 0.0:
         raise NotImplementedError(f"softcap={softcap} is not built yet: leave it 0.0")
     if _check_int("num_splits", options["num_splits"], 0, "0 (automatic) and 1") > 1:
         raise NotImplementedError(f"num_splits={options['num_splits']} is not built yet: allowed are 0 and 1")

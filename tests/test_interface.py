@@ -1,0 +1,260 @@
+"""The public function: its signature, its options, and the two ways a call can take."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fa3
+from fa3 import backends, interface
+
+SIGNATURE = (
+    "q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
+    "window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, "
+    "sm_margin=0, return_attn_probs=False, return_lse=False"
+)
+
+
+@pytest.fixture
+def qkv():
+    return tuple(torch.randn(2, 6, 2, 16) for _ in range(3))
+
+
+def test_names_order_and_defaults_are_those_that_users_rely_on():
+    parameters = inspect.signature(fa3.flash_attn_func).parameters.values()
+    written = (p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
+    assert ", ".join(written) == SIGNATURE
+
+
+def test_the_result_is_out_alone_unless_the_lse_is_asked_for(qkv):
+    out = fa3.flash_attn_func(*qkv)
+    assert isinstance(out, torch.Tensor)
+    for name in ("return_lse", "return_attn_probs"):
+        again, lse = fa3.flash_attn_func(*qkv, **{name: True})
+        assert torch.equal(out, again)
+        torch.testing.assert_close(lse.double(), fa3.reference(*qkv)[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [
+        {"pack_gqa": True},
+        {"pack_gqa": False},
+        {"deterministic": True},
+        {"sm_margin": 8},
+        {"num_splits": 0},
+        {"window_size": [-1, -1]},
+        {"softcap": 0},
+    ],
+)
+def test_hints_change_nothing(qkv, hints):
+    assert torch.equal(fa3.flash_attn_func(*qkv, **hints), fa3.flash_attn_func(*qkv))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True, "window_size": (-1, 0)}, {"window_size": (-1, 0)}, {"causal": True, "window_size": (-1, 5)}],
+)
+def test_a_window_that_is_the_causal_mask_is_the_causal_mask(qkv, options):
+    assert torch.equal(fa3.flash_attn_func(*qkv, **options), fa3.flash_attn_func(*qkv, causal=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("qv", torch.zeros(2, 6, 2, 16)),
+        ("q_descale", torch.ones(2, 2)),
+        ("k_descale", torch.ones(2, 2)),
+        ("v_descale", torch.ones(2, 2)),
+        ("window_size", (3, -1)),
+        ("window_size", (3, 0)),
+        ("window_size", (-1, 2)),
+        ("attention_chunk", 4),
+        ("softcap", 30.0),
+        ("num_splits", 2),
+    ],
+)
+def test_an_option_that_is_not_built_is_named(qkv, name, value):
+    with pytest.raises(NotImplementedError, match=rf"^{name}.*is not built yet"):
+        fa3.flash_attn_func(*qkv, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("num_splits", -1, ValueError),
+        ("num_splits", 1.5, TypeError),
+        ("window_size", 3, ValueError),
+        ("window_size", (1, 2, 3), ValueError),
+        ("window_size", (-2, -1), ValueError),
+        ("window_size", (0.5, -1), TypeError),
+        ("attention_chunk", -1, ValueError),
+        ("attention_chunk", "4", TypeError),
+        ("softcap", -1.0, ValueError),
+        ("softcap", float("nan"), ValueError),
+        ("softcap", "30", TypeError),
+        ("sm_margin", -1, ValueError),
+        ("pack_gqa", "yes", ValueError),
+        ("deterministic", "yes", ValueError),
+        ("return_attn_probs", "yes", ValueError),
+    ],
+)
+def test_a_bad_option_is_named_with_its_value(qkv, name, value, error):
+    with pytest.raises(error, match=rf"^{name}.*{re.escape(str(value)) if not isinstance(value, tuple) else ''}"):
+        fa3.flash_attn_func(*qkv, **{name: value})
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_bad_tensors_and_scales_are_complained_about_on_both_ways(qkv, grad):
+    q, k, v = (x.requires_grad_(grad) for x in qkv)
+    with pytest.raises(TypeError, match=r"k must be a torch\.Tensor, not list"):
+        fa3.flash_attn_func(q, [1.0], v)
+    with pytest.raises(ValueError, match="q has 3 dims"):
+        fa3.flash_attn_func(q[0], k, v)
+    with pytest.raises(TypeError, match="must be the same"):
+        fa3.flash_attn_func(q, k.half(), v)
+    with pytest.raises(ValueError, match="softmax_scale=nan"):
+        fa3.flash_attn_func(q, k, v, softmax_scale=float("nan"))
+    with pytest.raises(TypeError, match="softmax_scale='1'"):
+        fa3.flash_attn_func(q, k, v, softmax_scale="1")
+
+
+class OperatorLog(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_the_operator(qkv):
+    with OperatorLog() as log:
+        fa3.flash_attn_func(*qkv)
+        fa3.flash_attn_func(*qkv, return_lse=True)
+    assert [name for name in log.names if name.startswith("fa3::")] == ["fa3::forward", "fa3::forward_lse"]
+
+
+def test_the_profiler_sees_the_operator(qkv):
+    with torch.profiler.profile() as profile:
+        fa3.flash_attn_func(*qkv)
+    assert "fa3::forward" in [event.key for event in profile.key_averages()]
+
+
+def test_a_jit_trace_records_the_operator(qkv):
+    traced = torch.jit.trace(lambda q, k, v: fa3.flash_attn_func(q, k, v), qkv, check_trace=False)
+    others = tuple(x + 1 for x in qkv)
+    torch.testing.assert_close(traced(*others), fa3.flash_attn_func(*others))
+
+
+def test_a_subclass_of_tensor_goes_through_the_operator(qkv):
+    seen = []
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    fa3.flash_attn_func(qkv[0].as_subclass(Watched), *qkv[1:])
+    assert torch.ops.fa3.forward.default in seen
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_maps_over_problems(qkv):
+    stacked = tuple(torch.stack([x, x + 1, x * 2]) for x in qkv)
+    mapped = torch.vmap(fa3.flash_attn_func)(*stacked)
+    for i in range(3):
+        torch.testing.assert_close(mapped[i], fa3.flash_attn_func(*(x[i] for x in stacked)))
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_the_plain_way_and_the_operator_agree(qkv, return_lse):
+    plain = fa3.flash_attn_func(*qkv, causal=True, return_lse=return_lse)
+    with OperatorLog():
+        by_operator = fa3.flash_attn_func(*qkv, causal=True, return_lse=return_lse)
+    for one, other in zip(*((x if return_lse else (x,)) for x in (plain, by_operator)), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_an_input_that_requires_grad_makes_a_graph(qkv, which, return_lse):
+    qkv[which].requires_grad_()
+    results = fa3.flash_attn_func(*qkv, return_lse=return_lse)
+    for result in results if return_lse else (results,):
+        assert result.requires_grad
+        (gradient,) = torch.autograd.grad(result.sum(), qkv[which], retain_graph=True)
+        assert gradient.shape == qkv[which].shape
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_without_grad_mode_nothing_is_recorded(qkv, guard):
+    qkv[0].requires_grad_()
+    with guard():
+        out = fa3.flash_attn_func(*qkv)
+    assert not out.requires_grad
+
+
+@pytest.mark.parametrize("name", ["hopper", "sdpa"])
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_backend_without_gradients_refuses_in_place_of_detaching(qkv, monkeypatch, name, which, return_lse):
+    monkeypatch.setattr(backends, "for_device", lambda device: name)
+    monkeypatch.setattr(backends, "forced", lambda: name)
+    inputs = [x.half() for x in qkv]
+    inputs[which].requires_grad_()
+    with pytest.raises(NotImplementedError, match=rf"no gradient on the {name} backend.*no_grad.*FA3_BACKEND=tiled"):
+        fa3.flash_attn_func(*inputs, return_lse=return_lse)
+
+
+def test_what_sdpa_leaves_to_tiled_has_gradients(qkv, monkeypatch):
+    monkeypatch.setattr(backends, "for_device", lambda device: "sdpa")
+    q, k, v = (x.requires_grad_() for x in qkv)
+    fa3.flash_attn_func(q, k, v).sum().backward()
+    assert q.grad is not None
+
+
+def test_a_second_derivative_is_refused(qkv):
+    q, k, v = (x.requires_grad_() for x in qkv)
+    (gradient,) = torch.autograd.grad(fa3.flash_attn_func(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_forward_mode_derivative_is_refused(qkv, return_lse):
+    with forward_ad.dual_level():
+        q = forward_ad.make_dual(qkv[0], torch.ones_like(qkv[0]))
+        with pytest.raises(NotImplementedError, match="dual tensor"):
+            fa3.flash_attn_func(q, *qkv[1:], return_lse=return_lse)
+        fa3.flash_attn_func(*qkv, return_lse=return_lse)
+
+
+def test_the_plain_way_calls_the_backend_and_nothing_else(qkv, monkeypatch):
+    calls = []
+
+    def backend(*arguments):
+        calls.append(arguments)
+        return "out", "lse"
+
+    monkeypatch.setattr(interface, "forward_for", lambda q: backend)
+    assert fa3.flash_attn_func(*qkv, causal=True) == "out"
+    assert fa3.flash_attn_func(*qkv, 0.5, return_lse=True) == ("out", "lse")
+    assert calls == [(*qkv, None, True, False), (*qkv, 0.5, False, True)]
+
+
+def test_import_leaves_the_compiler_and_the_terminal_alone():
+    code = "import sys, fa3; print(sorted({m.partition('.')[0] for m in sys.modules}))"
+    environment = {"PYTHONPATH": str(Path(fa3.__file__).parents[1]), "PATH": "/usr/bin:/bin"}
+    loaded = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    assert "'torch'" in loaded.stdout
+    for name in ("cutlass", "rich", "platformdirs", "tvm_ffi", "matplotlib"):
+        assert f"'{name}'" not in loaded.stdout
