@@ -12,25 +12,34 @@ import datetime
 import importlib.metadata
 import itertools
 import json
-import math
 import platform
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 import fa3
-from fa3.cli.roofline import attention_flops, utilisation
-
-if TYPE_CHECKING:
-    import torch
-
-    from fa3.cli.peers import Call, Impl
-    from fa3.cli.timing import Sample, Sensors
+from fa3.cli import peers
+from fa3.cli.measure import (
+    DTYPES,
+    Cell,
+    Row,
+    enter,
+    inputs,
+    make_cell,
+    measure_cell,
+    measure_host,
+    schedule_impls,
+    warm_up,
+)
+from fa3.cli.peers import Impl
+from fa3.cli.roofline import utilisation
+from fa3.cli.timing import Sensors
 
 #: What the default cells hold in all: tokens, and heads times head dim.
 TOKENS = 16384
@@ -38,58 +47,13 @@ HIDDEN = 2048
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 HEAD_DIMS = (64, 128, 256)
 MASKS = ("full", "causal")
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 #: Rounds of bursts, and of steady runs, that go over all implementations of a cell.
 BURST_ROUNDS = 11
 STEADY_ROUNDS = 2
-#: Seconds of one steady run, its settling time included.
-STEADY_SECONDS = 1.0
 WARM_UP_SECONDS = 1.0
 #: Seconds after which a run takes no new cell. What was measured until then is kept.
 TIME_LIMIT = 140.0
-#: Largest difference from the first implementation's output that another may have; a bf16 output of random
-#: inputs is rounded at 2^-9 of values that stay below 4.
-AGREEMENT = 0.03
-
-#: Host time is measured where the GPU has next to nothing to do.
-HOST_SHAPE = (1, 128, 4, 128)
-HOST_CALLS = 200
-HOST_ROUNDS = 21
-
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One problem that is timed: ``batch`` sequences of ``seqlen`` tokens, heads of ``head_dim`` columns."""
-
-    head_dim: int
-    causal: bool
-    seqlen: int
-    batch: int
-    heads: int
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of one forward."""
-        return attention_flops(
-            batch=self.batch,
-            heads=self.heads,
-            seqlen_q=self.seqlen,
-            seqlen_k=self.seqlen,
-            head_dim=self.head_dim,
-            head_dim_v=self.head_dim,
-            causal=self.causal,
-        )
-
-    def __str__(self) -> str:
-        return f"{self.head_dim}-{'causal' if self.causal else 'full'}-{self.seqlen}"
-
-
-def make_cell(head_dim: int, causal: bool, seqlen: int, tokens: int, hidden: int) -> Cell:
-    """The cell of ``tokens`` in all, and of ``hidden`` columns over all heads."""
-    return Cell(head_dim, causal, seqlen, max(1, tokens // seqlen), max(1, hidden // head_dim))
 
 
 def parse_cells(text: str, tokens: int, hidden: int) -> list[Cell]:
@@ -157,8 +121,6 @@ def facts(
     device: torch.device, sensors: Sensors, impls: Sequence[Impl], missing: dict[str, str], commit: str | None
 ) -> Row:
     """The head of a result file: the machine, the versions, and what was run."""
-    import torch
-
     on_gpu = device.type == "cuda"
     try:
         cutlass: str | None = importlib.metadata.version("nvidia-cutlass-dsl")
@@ -183,195 +145,6 @@ def facts(
     }
 
 
-def inputs(cell: Cell, dtype: torch.dtype, device: torch.device) -> list[tuple[torch.Tensor, ...]]:
-    """Sets of random q, k, v, as many as it takes to be twice as large as the L2 cache, at most eight."""
-    import torch
-
-    shape = (cell.batch, cell.seqlen, cell.heads, cell.head_dim)
-    size = 3 * math.prod(shape) * dtype.itemsize
-    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
-    generator = torch.Generator(device).manual_seed(0)
-    sets = max(1, min(8, math.ceil(2 * l2_bytes / size)))
-    return [
-        tuple(torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(3))
-        for _ in range(sets)
-    ]
-
-
-@dataclass(frozen=True)
-class Entrant:
-    """One implementation bound to the inputs of a cell; ``spec`` is set when one kernel was asked for by its spec."""
-
-    impl: Impl
-    calls: list[Call]
-    ms: float
-    spec: str | None = None
-
-
-def enter(
-    impls: Sequence[tuple[Impl, str | None]],
-    cell: Cell,
-    tensors: list[tuple[torch.Tensor, ...]],
-    device: torch.device,
-    notes: list[str],
-) -> list[Entrant]:
-    """Bind every implementation to the inputs, run it once, compare its output with the first one's, and time it."""
-    import torch
-
-    from fa3.cli.timing import burst, synchronize
-
-    entrants: list[Entrant] = []
-    expected: torch.Tensor | None = None
-    for impl, spec in impls:
-        label = f"{impl.name} {spec}" if spec else impl.name
-        try:
-            with impl.context():
-                calls = [impl.prepare(q, k, v, cell.causal) for q, k, v in tensors]
-                out = calls[0]()
-                synchronize(device)
-                burst(device, calls, 2)
-                ms = burst(device, calls, 3).ms
-        except Exception as error:  # a peer may fail in any way; the others are still measured
-            first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
-            notes.append(f"{cell}: {label} left out: {type(error).__name__}: {first_line}")
-            if impl.name == "fa3" and spec is None:
-                raise
-            continue
-        out = out[0] if isinstance(out, (tuple, list)) else out
-        assert isinstance(out, torch.Tensor)
-        if impl.name in ("cudnn", "fa2"):
-            out = out.transpose(1, 2)
-        if expected is None:
-            expected = out
-        difference = (out.float() - expected.float()).abs().max().item()
-        if not difference <= AGREEMENT:
-            notes.append(f"{cell}: {label} differs from {entrants[0].impl.name if entrants else label}: {difference}")
-        entrants.append(Entrant(impl, calls, ms, spec))
-    return entrants
-
-
-def row(entrant: Entrant, cell: Cell, dtype: str, sample: Sample, regime: str) -> Row:
-    """One row of a result file."""
-    fields: Row = {
-        "impl": entrant.impl.name,
-        "direction": "fwd",
-        "dtype": dtype,
-        "d": cell.head_dim,
-        "dv": cell.head_dim,
-        "causal": cell.causal,
-        "b": cell.batch,
-        "s": cell.seqlen,
-        "h": cell.heads,
-        "hk": cell.heads,
-        "ms": round(sample.ms, 5),
-        "tflops": round(cell.flops / sample.ms / 1e9, 3),
-        "clock_mhz": sample.clock_mhz,
-        "watts": None if sample.watts is None else round(sample.watts, 1),
-        "regime": regime,
-    }
-    if entrant.spec is not None:
-        fields["spec"] = entrant.spec
-    return fields
-
-
-def measure_cell(
-    entrants: Sequence[Entrant],
-    cell: Cell,
-    dtype: str,
-    device: torch.device,
-    sensors: Sensors,
-    *,
-    burst_rounds: int,
-    steady_rounds: int,
-) -> list[Row]:
-    """Rows of one cell: a burst row for each entrant, and a steady row too when ``steady_rounds`` is not 0."""
-    from fa3.cli.timing import burst, burst_calls, median, steady
-
-    rows: list[Row] = []
-    bursts: list[list[Sample]] = [[] for _ in entrants]
-    for _, (index, entrant) in itertools.product(range(burst_rounds), enumerate(entrants)):
-        with entrant.impl.context():
-            bursts[index].append(burst(device, entrant.calls, burst_calls(entrant.ms), sensors))
-    rows += [
-        row(entrant, cell, dtype, median(samples), "burst") for entrant, samples in zip(entrants, bursts, strict=True)
-    ]
-    if not steady_rounds:
-        return rows
-    runs: list[list[Sample]] = [[] for _ in entrants]
-    for _, (index, entrant) in itertools.product(range(steady_rounds), enumerate(entrants)):
-        with entrant.impl.context():
-            runs[index].append(steady(device, entrant.calls, entrant.ms, STEADY_SECONDS, sensors))
-    rows += [
-        row(entrant, cell, dtype, median(samples), "steady") for entrant, samples in zip(entrants, runs, strict=True)
-    ]
-    return rows
-
-
-def warm_up(entrants: Sequence[Entrant], device: torch.device, seconds: float) -> None:
-    """Run all entrants in turn for ``seconds``."""
-    from fa3.cli.timing import synchronize
-
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < seconds:
-        for entrant in entrants:
-            with entrant.impl.context():
-                entrant.calls[0]()
-        synchronize(device)
-
-
-def schedule_impls() -> list[tuple[Impl, str | None]]:
-    """fa3's own kernel, once for every combination of the switches of the schedule."""
-    from fa3 import plan
-    from fa3.backends import hopper
-    from fa3.cli.peers import Impl
-    from fa3.spec import ForwardSpec
-
-    def prepare(spec: ForwardSpec) -> Callable[..., Call]:
-        def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:
-            if causal != spec.causal:
-                raise ValueError(f"{spec.name} has causal={spec.causal}")
-            softmax_scale = q.shape[-1] ** -0.5
-            return lambda: hopper.forward_with_spec(spec, q, k, v, softmax_scale, return_lse=False)
-
-        return bind
-
-    return [
-        (Impl("fa3", fa3.__version__, prepare(spec)), spec.name)
-        for spec in plan.shipped_specs("schedule")
-        if spec.dtype == "bf16" and spec.head_dim == 128 and not spec.causal
-    ]
-
-
-def measure_host(impls: Sequence[Impl], dtype: str, device: torch.device) -> list[Row]:
-    """Host time of one call for each implementation, in microseconds: rows of the regime ``host``."""
-    import statistics
-
-    import torch
-
-    from fa3.cli.timing import host_us
-
-    batch, seqlen, heads, head_dim = HOST_SHAPE
-    cell = Cell(head_dim, False, seqlen, batch, heads)
-    tensors = inputs(cell, getattr(torch, DTYPES[dtype]), device)[:1]
-    notes: list[str] = []
-    entrants = enter([(impl, None) for impl in impls], cell, tensors, device, notes)
-    times: list[list[float]] = [[] for _ in entrants]
-    for _, (index, entrant) in itertools.product(range(HOST_ROUNDS), enumerate(entrants)):
-        with entrant.impl.context():
-            times[index].append(host_us(device, entrant.calls[0], HOST_CALLS))
-    rows = []
-    for entrant, samples in zip(entrants, times, strict=True):
-        fields = row(entrant, cell, dtype, _no_time(), "host")
-        rows.append({**fields, "ms": None, "tflops": None, "host_us": round(statistics.median(samples), 2)})
-    return rows
-
-
-def _no_time() -> Sample:
-    from fa3.cli.timing import Sample
-
-    return Sample(ms=math.inf)
-
-
 def print_table(result: Row) -> None:
     """The rows as tables, one a regime: TFLOPS of each implementation, and fa3's ratio to each peer."""
     from rich.box import SIMPLE_HEAD
@@ -392,7 +165,11 @@ def print_table(result: Row) -> None:
             for entry in group:
                 table.add_row(entry["impl"], f"{entry['host_us']:.1f} us")
         else:
-            ours = {_cell_key(entry): entry["ms"] for entry in group if entry["impl"] == "fa3" and "spec" not in entry}
+            # The fastest of fa3's own where an ablation has several.
+            ours: dict[tuple[Any, ...], float] = {}
+            for entry in group:
+                if entry["impl"] == "fa3":
+                    ours[_cell_key(entry)] = min(entry["ms"], ours.get(_cell_key(entry), entry["ms"]))
             lines = [_cells_of(entry, ours.get(_cell_key(entry)), result["sm_count"]) for entry in group]
             # What this machine does not tell is no column.
             told = [name for name in lines[0] if any(line[name] for line in lines)]
@@ -466,11 +243,6 @@ def _choose_cells(args: argparse.Namespace, on_gpu: bool) -> list[Cell]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the tables, write the files. Returns 0, or 1 when nothing could be measured."""
-    import torch
-
-    from fa3.cli import peers
-    from fa3.cli.timing import Sensors
-
     begin = time.perf_counter()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -484,7 +256,7 @@ def run(args: argparse.Namespace) -> int:
     result = {"kind": _kind(args), **facts(device, sensors, impls, missing, args.commit)}
     with torch.inference_mode():
         if args.host:
-            result["rows"] = measure_host(impls, dtype, device)
+            result["rows"] = measure_host(impls, dtype, device, result["notes"])
             cells = []
         for number, cell in enumerate(cells):
             if time.perf_counter() - begin > args.limit:
@@ -493,7 +265,7 @@ def run(args: argparse.Namespace) -> int:
             entries: list[tuple[Impl, str | None]] = [(impl, None) for impl in impls]
             if args.ablation:
                 entries = schedule_impls() + [entry for entry in entries if entry[0].name in ("official", "fa2")]
-            tensors = inputs(cell, getattr(torch, DTYPES[dtype]), device)
+            tensors = inputs(cell, DTYPES[dtype], device)
             entrants = enter(entries, cell, tensors, device, result["notes"])
             warm_up(entrants, device, 0.1 if args.quick else WARM_UP_SECONDS if number == 0 else 0.2)
             result["rows"] += measure_cell(

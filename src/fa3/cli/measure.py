@@ -1,0 +1,229 @@
+"""Cells, and what it takes to measure one: inputs, implementations bound to them, rounds, rows of a result file."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fa3
+from fa3.cli.peers import Call, Impl
+from fa3.cli.roofline import attention_flops
+from fa3.cli.timing import Sample, Sensors, burst, burst_calls, host_us, median, steady, synchronize
+from fa3.spec import ForwardSpec
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+#: Seconds of one steady run, its settling time included.
+STEADY_SECONDS = 1.0
+#: Largest difference from the first implementation's output that another may have; a bf16 output of random
+#: inputs is rounded at 2^-9 of values that stay below 4.
+AGREEMENT = 0.03
+
+#: Host time is measured where the GPU has next to nothing to do.
+HOST_SHAPE = (1, 128, 4, 128)
+HOST_CALLS = 200
+HOST_ROUNDS = 21
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One problem that is timed: ``batch`` sequences of ``seqlen`` tokens, heads of ``head_dim`` columns."""
+
+    head_dim: int
+    causal: bool
+    seqlen: int
+    batch: int
+    heads: int
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of one forward."""
+        return attention_flops(
+            batch=self.batch,
+            heads=self.heads,
+            seqlen_q=self.seqlen,
+            seqlen_k=self.seqlen,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim,
+            causal=self.causal,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.head_dim}-{'causal' if self.causal else 'full'}-{self.seqlen}"
+
+
+def make_cell(head_dim: int, causal: bool, seqlen: int, tokens: int, hidden: int) -> Cell:
+    """The cell of ``tokens`` in all, and of ``hidden`` columns over all heads."""
+    return Cell(head_dim, causal, seqlen, max(1, tokens // seqlen), max(1, hidden // head_dim))
+
+
+def inputs(cell: Cell, dtype: torch.dtype, device: torch.device) -> list[tuple[Tensor, ...]]:
+    """Sets of random q, k, v, as many as it takes to be twice as large as the L2 cache, at most eight."""
+    shape = (cell.batch, cell.seqlen, cell.heads, cell.head_dim)
+    size = 3 * math.prod(shape) * dtype.itemsize
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    generator = torch.Generator(device).manual_seed(0)
+    sets = max(1, min(8, math.ceil(2 * l2_bytes / size)))
+    return [
+        tuple(torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(3))
+        for _ in range(sets)
+    ]
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One implementation bound to the inputs of a cell; ``spec`` is set when one kernel was asked for by its spec."""
+
+    impl: Impl
+    calls: list[Call]
+    ms: float
+    spec: str | None = None
+
+
+def enter(
+    impls: Sequence[tuple[Impl, str | None]],
+    cell: Cell,
+    tensors: list[tuple[Tensor, ...]],
+    device: torch.device,
+    notes: list[str],
+) -> list[Entrant]:
+    """Bind every implementation to the inputs, run it once, compare its output with the first one's, and time it."""
+    entrants: list[Entrant] = []
+    expected: Tensor | None = None
+    for impl, spec in impls:
+        label = f"{impl.name} {spec}" if spec else impl.name
+        try:
+            with impl.context():
+                calls = [impl.prepare(q, k, v, cell.causal) for q, k, v in tensors]
+                out = calls[0]()
+                synchronize(device)
+                burst(device, calls, 2)
+                ms = burst(device, calls, 3).ms
+        except Exception as error:  # a peer may fail in any way; the others are still measured
+            first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+            notes.append(f"{cell}: {label} left out: {type(error).__name__}: {first_line}")
+            continue
+        out = out[0] if isinstance(out, (tuple, list)) else out
+        assert isinstance(out, Tensor)
+        if impl.name in ("cudnn", "fa2"):
+            out = out.transpose(1, 2)
+        if expected is None:
+            expected = out
+        difference = (out.float() - expected.float()).abs().max().item()
+        if not difference <= AGREEMENT:
+            notes.append(f"{cell}: {label} differs from {entrants[0].impl.name if entrants else label}: {difference}")
+        entrants.append(Entrant(impl, calls, ms, spec))
+    return entrants
+
+
+def row(entrant: Entrant, cell: Cell, dtype: str, sample: Sample, regime: str) -> Row:
+    """One row of a result file."""
+    fields: Row = {
+        "impl": entrant.impl.name,
+        "direction": "fwd",
+        "dtype": dtype,
+        "d": cell.head_dim,
+        "dv": cell.head_dim,
+        "causal": cell.causal,
+        "b": cell.batch,
+        "s": cell.seqlen,
+        "h": cell.heads,
+        "hk": cell.heads,
+        "ms": round(sample.ms, 5),
+        "tflops": round(cell.flops / sample.ms / 1e9, 3),
+        "clock_mhz": sample.clock_mhz,
+        "watts": None if sample.watts is None else round(sample.watts, 1),
+        "regime": regime,
+    }
+    if entrant.spec is not None:
+        fields["spec"] = entrant.spec
+    return fields
+
+
+def measure_cell(
+    entrants: Sequence[Entrant],
+    cell: Cell,
+    dtype: str,
+    device: torch.device,
+    sensors: Sensors,
+    *,
+    burst_rounds: int,
+    steady_rounds: int,
+) -> list[Row]:
+    """Rows of one cell: a burst row for each entrant, and a steady row too when ``steady_rounds`` is not 0."""
+    rows: list[Row] = []
+    bursts: list[list[Sample]] = [[] for _ in entrants]
+    for _, (index, entrant) in itertools.product(range(burst_rounds), enumerate(entrants)):
+        with entrant.impl.context():
+            bursts[index].append(burst(device, entrant.calls, burst_calls(entrant.ms), sensors))
+    rows += [
+        row(entrant, cell, dtype, median(samples), "burst") for entrant, samples in zip(entrants, bursts, strict=True)
+    ]
+    if not steady_rounds:
+        return rows
+    runs: list[list[Sample]] = [[] for _ in entrants]
+    for _, (index, entrant) in itertools.product(range(steady_rounds), enumerate(entrants)):
+        with entrant.impl.context():
+            runs[index].append(steady(device, entrant.calls, entrant.ms, STEADY_SECONDS, sensors))
+    rows += [
+        row(entrant, cell, dtype, median(samples), "steady") for entrant, samples in zip(entrants, runs, strict=True)
+    ]
+    return rows
+
+
+def warm_up(entrants: Sequence[Entrant], device: torch.device, seconds: float) -> None:
+    """Run all entrants in turn for ``seconds``."""
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        for entrant in entrants:
+            with entrant.impl.context():
+                entrant.calls[0]()
+        synchronize(device)
+
+
+def schedule_impls() -> list[tuple[Impl, str | None]]:
+    """fa3's own kernel, once for every combination of the switches of the schedule."""
+    from fa3 import plan
+    from fa3.backends import hopper
+
+    def prepare(spec: ForwardSpec) -> Callable[..., Call]:
+        def bind(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+            if causal != spec.causal:
+                raise ValueError(f"{spec.name} has causal={spec.causal}")
+            softmax_scale = q.shape[-1] ** -0.5
+            return lambda: hopper.forward_with_spec(spec, q, k, v, softmax_scale, return_lse=False)
+
+        return bind
+
+    return [
+        (Impl("fa3", fa3.__version__, prepare(spec)), spec.name)
+        for spec in plan.shipped_specs("schedule")
+        if spec.dtype == "bf16" and spec.head_dim == 128 and not spec.causal
+    ]
+
+
+def measure_host(impls: Sequence[Impl], dtype: str, device: torch.device, notes: list[str]) -> list[Row]:
+    """Host time of one call for each implementation, in microseconds: rows of the regime ``host``."""
+    batch, seqlen, heads, head_dim = HOST_SHAPE
+    cell = Cell(head_dim, False, seqlen, batch, heads)
+    tensors = inputs(cell, DTYPES[dtype], device)[:1]
+    entrants = enter([(impl, None) for impl in impls], cell, tensors, device, notes)
+    times: list[list[float]] = [[] for _ in entrants]
+    for _, (index, entrant) in itertools.product(range(HOST_ROUNDS), enumerate(entrants)):
+        with entrant.impl.context():
+            times[index].append(host_us(device, entrant.calls[0], HOST_CALLS))
+    rows = []
+    for entrant, samples in zip(entrants, times, strict=True):
+        fields = row(entrant, cell, dtype, Sample(ms=math.inf), "host")
+        rows.append({**fields, "ms": None, "tflops": None, "host_us": round(statistics.median(samples), 2)})
+    return rows

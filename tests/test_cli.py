@@ -1,0 +1,458 @@
+"""The command line: what it prints, what it writes, and how it says no."""
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fa3
+from fa3.cli import bench, check, demo, explain, measure, peers, plots, roofline, timing
+from fa3.cli.main import COMMANDS, main
+from fa3.errors import FA3Error
+from fa3.plan import H200, plan, shipped_specs
+
+ROOT = Path(__file__).resolve().parents[1]
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
+
+
+@pytest.fixture(autouse=True)
+def _empty_store(monkeypatch, tmp_path):
+    from fa3.compiler.store import default_store
+
+    monkeypatch.setenv("FA3_STORE", str(tmp_path / "store"))
+    default_store.cache_clear()
+    yield
+    default_store.cache_clear()
+
+
+def figures_script():
+    spec = importlib.util.spec_from_file_location("make_figures", ROOT / "scripts" / "make_figures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(impl="fa3", **changes):
+    cell = measure.make_cell(128, False, 16384, 16384, 2048)
+    entrant = measure.Entrant(peers.Impl(impl, "1", lambda q, k, v, causal: lambda: None), [], 3.0)
+    fields = measure.row(entrant, cell, "bf16", timing.Sample(3.0, 1600.0, 690.0), "burst")
+    return {**fields, **changes}
+
+
+def result(kind="speed", rows=(), date="2026-01-02T03:04:05+00:00"):
+    head = {
+        "kind": kind,
+        "gpu": "NVIDIA H200",
+        "sm_count": 132,
+        "driver": "580.1",
+        "cuda": "13.0",
+        "torch": "2.11.0",
+        "cutlass": "4.8.1",
+        "fa3": "0.1.0",
+        "commit": "0123456789abcdef",
+        "date": date,
+        "command": "fa3 bench",
+        "impls": {"fa3": "0.1.0", "fa2": "torch 2.11.0"},
+        "missing": {},
+        "notes": [],
+    }
+    return {**head, "rows": list(rows)}
+
+
+class TestMain:
+    def test_without_a_command_it_prints_help_and_returns_2(self, capsys):
+        assert main([]) == 2
+        out = capsys.readouterr().out
+        assert all(command in out for command in COMMANDS)
+
+    def test_version_is_that_of_the_package(self, capsys):
+        assert main(["--version"]) == 0
+        assert capsys.readouterr().out.strip() == f"fa3 {fa3.__version__}"
+
+    def test_an_unknown_command_is_refused(self):
+        with pytest.raises(SystemExit) as stopped:
+            main(["sing"])
+        assert stopped.value.code == 2
+
+    def test_a_bad_argument_is_one_line_on_stderr_and_code_2(self, capsys):
+        assert main(["explain", "--shape", "1,2,3"]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err == (
+            "fa3 explain: --shape '1,2,3': expected four positive integers B,S,H,D: batch, seqlen, heads, head dim\n"
+        )
+
+    def test_ctrl_c_ends_with_130(self, monkeypatch, capsys):
+        def interrupted(problem):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(explain, "explanation", interrupted)
+        assert main(["explain", "--shape", "1,2,3,64"]) == 130
+
+    def test_python_dash_m_is_the_same_command(self):
+        shown = subprocess.run(
+            [sys.executable, "-m", "fa3", "--version"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        )
+        assert shown.returncode == 0
+        assert shown.stdout.strip() == f"fa3 {fa3.__version__}"
+
+
+class TestExplain:
+    def said(self, capsys, *arguments):
+        assert main(["explain", *arguments, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    @on_cpu
+    def test_it_names_the_backend_here_and_the_plan_on_an_h200(self, capsys):
+        assert main(["explain", "--shape", "2,4096,16,128", "--causal"]) == 0
+        out = capsys.readouterr().out
+        assert "backend here: tiled" in out
+        assert "plan for an assumed NVIDIA H200" in out
+        assert "artifact: not in the store" in out
+
+    @on_cpu
+    def test_its_plan_is_that_of_plan(self, capsys):
+        said = self.said(capsys, "--shape", "2,4096,16,128", "--kv-heads", "4", "--causal")
+        arguments = explain_arguments("--shape", "2,4096,16,128", "--kv-heads", "4", "--causal")
+        planned = plan(explain.problem_of(arguments), H200)
+        assert said["plan"]["spec"] == planned.spec.as_dict()
+        assert said["plan"]["reasons"] == list(planned.reasons)
+        assert said["plan"]["grid_blocks"] == planned.grid_blocks
+        assert (said["flops"], said["bytes"]) == (planned.flops, planned.bytes_moved)
+
+    def test_roofline_times_are_work_over_rate(self, capsys):
+        said = self.said(capsys, "--shape", "1,16384,16,128")
+        limits = said["roofline"]
+        clocks_per_us = limits["sm_count"] * limits["clock_mhz"]
+        assert said["flops"] == 4 * 16 * 16384**2 * 128
+        assert limits["tensor_us"] == pytest.approx(said["flops"] / (4096 * clocks_per_us))
+        assert limits["exp_us"] == pytest.approx(16 * 16384**2 / (16 * clocks_per_us))
+        assert limits["memory_us"] == pytest.approx(4 * 16 * 16384 * 128 * 2 / limits["bytes_per_second"] * 1e6)
+        assert limits["bound"] == "tensor cores"
+
+    def test_a_single_query_is_bound_by_memory(self, capsys):
+        said = self.said(capsys, "--shape", "1,1,32,128", "--seqlen-k", "8192", "--kv-heads", "8")
+        assert said["roofline"]["bound"] == "memory"
+
+    def test_a_head_dim_without_kernel_has_no_plan_and_says_why(self, capsys):
+        said = self.said(capsys, "--shape", "1,128,4,96")
+        assert said["plan"] is None
+        assert "96" in said["no_plan"]
+
+    @pytest.mark.parametrize(
+        ("arguments", "named"),
+        [
+            (["--shape", "1,128,4,64", "--kv-heads", "3"], "heads"),
+            (["--shape", "1,128,4,63"], "head_dim"),
+            (["--shape", "1,128,4,64", "--softmax-scale", "-1"], "softmax_scale"),
+            (["--shape", "1,128,-4,64"], "--shape"),
+        ],
+    )
+    def test_a_problem_that_cannot_be_is_refused_by_name(self, capsys, arguments, named):
+        assert main(["explain", *arguments]) == 2
+        assert named in capsys.readouterr().err
+
+
+def explain_arguments(*arguments):
+    parser = argparse.ArgumentParser()
+    explain.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+class TestCheck:
+    def test_a_machine_without_a_gpu_is_ready_for_tiled(self, capsys, monkeypatch):
+        monkeypatch.setattr(check, "_hopper", lambda: (False, "none that torch can use"))
+        monkeypatch.setattr(check, "driver_version", lambda: None)
+        assert main(["check"]) == 0
+        assert "\nready" in capsys.readouterr().out
+
+    def test_a_hopper_gpu_with_an_old_driver_is_not_ready(self, capsys, monkeypatch):
+        monkeypatch.setattr(check, "_hopper", lambda: (True, "NVIDIA H200 (sm_90)"))
+        monkeypatch.setattr(check, "driver_version", lambda: "550.54.15")
+        assert main(["check"]) == 1
+        out = capsys.readouterr().out
+        assert "550.54.15, too old" in out
+        assert "driver 580 on runs fa3[hopper], 575.51 on runs fa3[hopper-cu12]" in out
+        assert "not ready" in out
+
+    def test_a_hopper_gpu_without_the_runtime_library_is_not_ready(self, capsys, monkeypatch, tmp_path):
+        monkeypatch.setattr(check, "_hopper", lambda: (True, "NVIDIA H200 (sm_90)"))
+        monkeypatch.setattr(check, "driver_version", lambda: "580.95.05")
+        monkeypatch.setenv("FA3_CUTE_RUNTIME", str(tmp_path))
+        assert main(["check", "--json"]) == 1
+        report = json.loads(capsys.readouterr().out)
+        missing = [finding["subject"] for finding in report["findings"] if finding["status"] == "missing"]
+        assert "runtime library" in missing
+
+    def test_a_store_that_others_may_write_to_is_named(self, capsys, monkeypatch, tmp_path):
+        folder = tmp_path / "open"
+        folder.mkdir()
+        folder.chmod(0o777)
+        from fa3.compiler.store import default_store
+
+        monkeypatch.setenv("FA3_STORE", str(folder))
+        default_store.cache_clear()
+        main(["check"])
+        assert f"chmod -R go-w {folder}" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("version", "extra"),
+        [
+            ("580.65.06", "hopper"),
+            ("610.10", "hopper"),
+            ("579.99", "hopper-cu12"),
+            ("575.51.03", "hopper-cu12"),
+            ("575.50", None),
+            ("535.1", None),
+        ],
+    )
+    def test_the_driver_decides_the_extra(self, version, extra):
+        assert check.extra_for_driver(check.parse_driver(version)) == extra
+
+    def test_what_is_no_driver_version_is_refused(self):
+        with pytest.raises(ValueError, match="driver version"):
+            check.parse_driver("none")
+
+
+class TestDemo:
+    @on_cpu
+    def test_it_shows_error_memory_and_time_and_draws(self, capsys, tmp_path):
+        picture = tmp_path / "demo.png"
+        assert main(["demo", "--shape", "1,700,2,64", "--causal", "--png", str(picture)]) == 0
+        out = capsys.readouterr().out
+        assert "fa3 (tiled)" in out
+        assert "plain PyTorch" in out
+        assert "never made by fa3: 4 MB" in out
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+    def test_plain_attention_is_attention(self):
+        q, k, v = (torch.randn(1, 65, 2, 32, dtype=torch.float64) for _ in range(3))
+        for causal in (False, True):
+            expected, _ = fa3.reference(q, k, v, causal=causal)
+            torch.testing.assert_close(demo.plain_attention(q, k, v, causal), expected, atol=1e-5, rtol=0)
+
+    @on_cpu
+    def test_a_wrong_result_is_not_passed_over(self, capsys, monkeypatch, tmp_path):
+        monkeypatch.setattr(fa3, "flash_attn_func", lambda q, k, v, causal: v * 1.1)
+        assert main(["demo", "--shape", "1,128,1,64", "--png", str(tmp_path / "demo.png")]) == 1
+        assert "something is wrong" in capsys.readouterr().err
+
+
+ROW_FIELDS = {
+    *("impl", "direction", "dtype", "d", "dv", "causal", "b", "s", "h", "hk"),
+    *("ms", "tflops", "clock_mhz", "watts", "regime"),
+}
+
+
+class TestBench:
+    @on_cpu
+    def test_it_writes_a_result_file_with_what_was_run(self, tmp_path, capsys):
+        file, picture = tmp_path / "results" / "cpu.json", tmp_path / "cpu.png"
+        arguments = ["bench", "--quick", "--tokens", "256", "--hidden", "128", "--cells", "64-full-128,64-causal-256"]
+        assert main([*arguments, "--json", str(file), "--png", str(picture)]) == 0
+        written = json.loads(file.read_text())
+        assert {"gpu", "driver", "torch", "cutlass", "fa3", "commit", "date", "command"} <= set(written)
+        assert [set(entry) for entry in written["rows"]] == [ROW_FIELDS] * 2
+        first, second = written["rows"]
+        assert (first["impl"], first["d"], first["causal"], first["b"], first["s"], first["h"]) == (
+            "tiled", 64, False, 2, 128, 2,
+        )  # fmt: skip
+        assert (second["causal"], second["b"], second["s"]) == (True, 1, 256)
+        for entry in written["rows"]:
+            assert entry["ms"] > 0
+            assert entry["regime"] == "burst"
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert not list(file.parent.glob("*.partial"))
+        assert "fa2: needs a GPU" in capsys.readouterr().out
+
+    def test_tflops_are_flops_over_time(self):
+        assert row()["tflops"] == pytest.approx(4 * 16 * 16384**2 * 128 / 3e-3 / 1e12, rel=1e-4)
+
+    def test_a_causal_mask_counts_half(self):
+        shape = {"batch": 2, "heads": 3, "seqlen_q": 5, "seqlen_k": 5, "head_dim": 8, "head_dim_v": 8}
+        assert roofline.attention_flops(**shape, causal=False) == 4 * 2 * 3 * 5 * 5 * 8
+        assert roofline.attention_flops(**shape, causal=True) == 2 * 2 * 3 * 5 * 5 * 8
+
+    def test_utilisation_is_one_at_the_rate_of_the_chip(self):
+        assert roofline.utilisation(132 * 4096 * 1.5e9 / 1e12, 132, 1500) == pytest.approx(1.0)
+
+    def test_rounds_alternate_between_implementations(self, monkeypatch):
+        order = []
+
+        def entrant(name):
+            impl = peers.Impl(name, "1", lambda q, k, v, causal: lambda: None)
+            return measure.Entrant(impl, [lambda: order.append(name)], 1e9)
+
+        cell = measure.make_cell(64, False, 128, 128, 64)
+        cpu = torch.device("cpu")
+        rows = measure.measure_cell(
+            [entrant("fa3"), entrant("fa2")], cell, "bf16", cpu, timing.Sensors(cpu), burst_rounds=3, steady_rounds=0
+        )
+        assert order == ["fa3", "fa2"] * 3
+        assert [entry["impl"] for entry in rows] == ["fa3", "fa2"]
+
+    def test_a_steady_run_lasts_and_counts_only_what_came_after_settling(self, monkeypatch):
+        monkeypatch.setattr(timing, "SETTLE_SECONDS", 0.05)
+        cpu = torch.device("cpu")
+        calls = []
+
+        def call():
+            calls.append(1)
+            import time
+
+            # The first half second of a real card is faster; here the first calls are slower.
+            time.sleep(0.02 if len(calls) <= 2 else 0.005)
+
+        monkeypatch.setattr(timing, "CHUNK_MS", 5.0)
+        sample = timing.steady(cpu, [call], 5.0, 0.25, timing.Sensors(cpu))
+        assert 5.0 <= sample.ms < 10.0
+
+    def test_an_implementation_that_fails_is_noted_and_the_others_are_measured(self):
+        def broken(q, k, v, causal):
+            raise RuntimeError("no kernel image\nsecond line")
+
+        cell = measure.make_cell(64, False, 128, 128, 64)
+        cpu = torch.device("cpu")
+        good = peers.Impl("tiled", "1", peers._tiled)
+        notes = []
+        entrants = measure.enter(
+            [(peers.Impl("fa4", "1", broken), None), (good, None)],
+            cell,
+            measure.inputs(cell, torch.float32, cpu),
+            cpu,
+            notes,
+        )
+        assert [entrant.impl.name for entrant in entrants] == ["tiled"]
+        assert notes == ["64-full-128: fa4 left out: RuntimeError: no kernel image"]
+
+    def test_an_implementation_that_computes_something_else_is_noted(self):
+        cell = measure.make_cell(64, False, 128, 128, 64)
+        cpu = torch.device("cpu")
+        wrong = peers.Impl("official", "1", lambda q, k, v, causal: lambda: v)
+        notes = []
+        tensors = measure.inputs(cell, torch.float32, cpu)
+        measure.enter([(peers.Impl("tiled", "1", peers._tiled), None), (wrong, None)], cell, tensors, cpu, notes)
+        assert len(notes) == 1
+        assert notes[0].startswith("64-full-128: official differs from tiled")
+
+    def test_sdpa_computes_what_fa3_computes(self):
+        q, k, v = (torch.randn(2, 96, 4, 64) for _ in range(3))
+        for causal in (False, True):
+            out = peers._sdpa(q, k[:, :, :2], v[:, :, :2], causal)().transpose(1, 2)
+            expected = fa3.flash_attn_func(q, k[:, :, :2], v[:, :, :2], causal=causal)
+            torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
+
+    @pytest.mark.parametrize(
+        "cells", ["128", "128-full", "128-diagonal-512", "0-full-512", "64-causal-0", "a-full-512", ""]
+    )
+    def test_cells_that_are_none_are_refused(self, cells):
+        with pytest.raises(ValueError, match="--cells"):
+            bench.parse_cells(cells, 16384, 2048)
+
+    def test_default_cells_hold_16k_tokens_of_2048_columns(self):
+        arguments = bench_arguments()
+        cells = bench._choose_cells(arguments, on_gpu=True)
+        assert len(cells) == 36
+        assert all(cell.batch * cell.seqlen == 16384 and cell.heads * cell.head_dim == 2048 for cell in cells)
+
+    def test_an_unknown_implementation_is_refused_with_the_known_ones(self, capsys):
+        assert main(["bench", "--impls", "fa5"]) == 2
+        assert "fa3, official, fa4, cudnn, fa2, tiled" in capsys.readouterr().err
+
+    @on_cpu
+    def test_the_time_limit_stops_between_cells_and_says_so(self, tmp_path):
+        file = tmp_path / "none.json"
+        assert main(["bench", "--quick", "--cells", "64-full-128", "--limit", "-1", "--json", str(file)]) == 1
+        assert json.loads(file.read_text())["notes"][-1] == "stopped after -1 s: 1 cells not measured"
+
+    @on_cpu
+    def test_host_time_has_rows_of_its_own(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(measure, "HOST_CALLS", 2)
+        monkeypatch.setattr(measure, "HOST_ROUNDS", 2)
+        file = tmp_path / "host.json"
+        assert main(["bench", "--host", "--json", str(file)]) == 0
+        (entry,) = json.loads(file.read_text())["rows"]
+        assert entry["regime"] == "host"
+        assert entry["host_us"] > 0
+        assert entry["ms"] is None
+
+    @on_cpu
+    def test_the_ablation_needs_a_gpu(self, capsys):
+        assert main(["bench", "--ablation"]) == 2
+        assert "needs a Hopper GPU" in capsys.readouterr().err
+
+    def test_the_ablation_runs_every_switch_of_the_schedule(self):
+        names = [spec for _, spec in measure.schedule_impls()]
+        assert len(names) == len(set(names))
+        specs = [spec for spec in shipped_specs("schedule") if spec.name in names]
+        assert {(spec.dtype, spec.head_dim, spec.causal) for spec in specs} == {("bf16", 128, False)}
+        switches = {(spec.warp_specialized, spec.pingpong, spec.overlap) for spec in specs}
+        assert switches == set(itertools.product((False, True), repeat=3))
+
+
+def bench_arguments(*arguments):
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+class TestFigures:
+    def test_the_readme_is_what_the_result_files_say(self):
+        checked = subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / "make_figures.py"), "--check"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        )
+        assert checked.returncode == 0, checked.stderr
+
+    def test_the_table_marks_the_fastest_and_comes_from_the_latest_file(self, tmp_path):
+        script = figures_script()
+        old = result(rows=[row(tflops=999.0)], date="2025-01-01T00:00:00+00:00")
+        new = result(rows=[row(tflops=640.4), row("fa2", tflops=346.0)])
+        (tmp_path / "a.json").write_text(json.dumps(new))
+        (tmp_path / "b.json").write_text(json.dumps(old))
+        (tmp_path / "cpu.json").write_text(json.dumps({**new, "gpu": None, "date": "2027"}))
+        block = script.block(script.latest(tmp_path))
+        assert "| 128 | full | 16384 | **640** | 346 |" in block
+        assert "999" not in block
+        assert "NVIDIA H200, driver 580.1, CUDA 13.0" in block
+
+    def test_without_result_files_the_readme_says_so(self, tmp_path):
+        script = figures_script()
+        assert "Not measured yet" in script.block(script.latest(tmp_path))
+
+    def test_a_readme_without_markers_is_refused(self):
+        with pytest.raises(ValueError, match="markers"):
+            figures_script().updated("# fa3", "block")
+
+    @pytest.mark.parametrize("kind", ["speed", "ablation", "host"])
+    def test_every_kind_of_result_can_be_drawn(self, kind, tmp_path):
+        changes = {"speed": {}, "ablation": {"spec": "forward_serial"}, "host": {"host_us": 17.0, "regime": "host"}}
+        drawn = result(kind, [row(**changes[kind]), row("fa2", host_us=22.0, regime=row(**changes[kind])["regime"])])
+        plots.save(plots.figure_of(drawn), tmp_path / "drawn.png")
+        assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_the_same_result_gives_the_same_picture(self, tmp_path):
+        drawn = result(rows=[row(), row("fa2", tflops=346.0)])
+        for name in ("first.png", "second.png"):
+            plots.save(plots.figure_of(drawn), tmp_path / name)
+        assert (tmp_path / "first.png").read_bytes() == (tmp_path / "second.png").read_bytes()
+
+    def test_without_matplotlib_the_error_names_the_extra(self, monkeypatch):
+        monkeypatch.setattr(plots, "available", lambda: False)
+        with pytest.raises(FA3Error, match=r"fa3\[bench\]"):
+            plots.figure_of(result(rows=[row()]))
