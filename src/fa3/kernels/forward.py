@@ -570,10 +570,13 @@ class ForwardKernel:
             mask.mask_scores(view, thread_row, first_key, work.seqlen_q, work.seqlen_k, self.causal)
         state.update(view, self.spec.rescale_threshold, self.spec.integer_max)
 
-    def convert(self, scores: cute.Tensor, p_operand: cute.Tensor):
-        """Round the probabilities to the operand's dtype; both lie in the same order in registers."""
-        values = cute.make_tensor(p_operand.iterator, scores.layout)
-        values.store(scores.load().to(self.dtype))
+    @cute.jit
+    def convert(self, values: cute.Tensor, target: cute.Tensor):
+        """Round float32 registers to the dtype; both fragments lie in the same order."""
+        source = cute.make_tensor(values.iterator, cute.make_layout(cute.size(values)))
+        pairs = cute.recast_tensor(cute.make_tensor(target.iterator, cute.make_layout(cute.size(target))), Int32)
+        for i in cutlass.range_constexpr(cute.size(pairs)):
+            pairs[i] = ptx.pack_pair(source[2 * i], source[2 * i + 1], self.dtype)
 
     # ---- epilogue
 
@@ -603,7 +606,7 @@ class ForwardKernel:
                         row_lse[row] = state.log_sum_exp(r, softmax_scale)
 
         rounded = cute.make_rmem_tensor(output.layout, self.dtype)
-        rounded.store(output.load().to(self.dtype))
+        self.convert(output, rounded)
         copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), self.pv_mma())
         copy_slice = copy.get_slice(thread_in_group)
         cute.copy(copy, copy_slice.retile(rounded), copy_slice.partition_D(shared.out[None, None, group]))

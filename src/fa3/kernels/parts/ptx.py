@@ -1,7 +1,8 @@
 """PTX that the DSL has no word for."""
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 
 def keep_before_here(nonnegative: Float32):
@@ -19,4 +20,16 @@ def keep_before_here(nonnegative: Float32):
         "mov.b32 nowhere, 0;\n"
         "@is_negative st.volatile.shared.f32 [nowhere], {$r0};\n}",
         read_only_args=[nonnegative],
+    )
+
+
+def pack_pair(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Int32:
+    """Round two float32 to fp16 or bf16, to nearest even, ``low`` in the lower half of the result.
+
+    Written as PTX because the optimizer moves a conversion behind the join of a loop, and the loop then
+    carries twice as many registers.
+    """
+    name = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Int32], read_only_args=[low, high]
     )
