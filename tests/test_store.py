@@ -14,13 +14,13 @@ import time
 from pathlib import Path
 
 import pytest
-from toy_kernels import ToySpec
 
 from fa3.compiler import store as store_module
 from fa3.compiler.build import Artifact
 from fa3.compiler.store import Store, default_store
 from fa3.compiler.target import Target
 from fa3.errors import CompileError, StoreError
+from toy_kernels import ToySpec
 
 SPEC = ToySpec()
 TARGET = Target(cuda_major=13)

@@ -18,7 +18,20 @@ from fa3.spec import spec_from_dict
 if TYPE_CHECKING:
     from fa3.spec import ForwardSpec
 
-_COLUMNS = ("kernel", "regs", "setmaxreg", "smem", "stack", "local", "spills", "HGMMA", "UTMALDG", "UTMASTG", "EX2")
+_COLUMNS = (
+    "kernel",
+    "regs",
+    "setmaxreg",
+    "smem",
+    "stack",
+    "local",
+    "spills",
+    "HGMMA",
+    "waits",
+    "UTMALDG",
+    "UTMASTG",
+    "EX2",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +108,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     table = [(*_COLUMNS, "overlap", "promises")]
     for row in rows:
         shared = "?" if row["shared_dynamic"] is None else row["shared_dynamic"] + row["shared_static"]
-        numbers = (row[name] for name in ("stack", "local", "spills", "hgmma", "utmaldg", "utmastg", "exp2"))
+        numbers = (row[name] for name in ("stack", "local", "spills", "hgmma", "waits", "utmaldg", "utmastg", "exp2"))
         table.append(
             (
                 row["name"],

@@ -45,6 +45,7 @@ class Report:
         spills: LDL and STL instructions.
         shared_static: bytes of static shared memory, of which the CUDA runtime keeps 1024.
         hgmma, utmaldg, utmastg, exp2: counts of WGMMA, TMA load, TMA store and MUFU.EX2 instructions.
+        waits: WARPGROUP.DEPBAR instructions, the waits for products.
         setmaxreg: register counts that USETMAXREG asks for, in the order of the code.
         overlap: for each main loop (an innermost loop with WGMMA and EX2) the exponentials between the wait
             that leaves one product in flight and the wait that leaves none.
@@ -59,6 +60,7 @@ class Report:
     utmaldg: int
     utmastg: int
     exp2: int
+    waits: int
     setmaxreg: list[int] = field(hash=False)
     overlap: list[int] = field(hash=False)
 
@@ -172,6 +174,7 @@ def read_report(resource_usage: str, sass: str) -> Report:
         utmaldg=count("UTMALDG"),
         utmastg=count("UTMASTG"),
         exp2=count("MUFU.EX2"),
+        waits=count("WARPGROUP.DEPBAR"),
         setmaxreg=setmaxreg,
         overlap=[_exponentials_in_flight(loop) for loop in _main_loops(blocks)],
     )
@@ -187,6 +190,10 @@ def check(spec: ForwardSpec, found: Report) -> list[str]:
     for name, number in (("HGMMA", found.hgmma), ("UTMALDG", found.utmaldg), ("UTMASTG", found.utmastg)):
         if not number:
             broken.append(f"no {name}: tiles must go through the tensor cores and TMA")
+    # A product is several HGMMA under one wait. When the registers of an accumulator are moved or spilled while
+    # products are in flight, ptxas waits after each single HGMMA instead.
+    if 2 * found.waits > found.hgmma:
+        broken.append(f"{found.waits} waits for {found.hgmma} HGMMA: the assembler serialized the products")
     groups = spec.consumer_warpgroups
     if spec.warp_specialized:
         if len(set(found.setmaxreg)) != 2:

@@ -1,0 +1,229 @@
+"""Reading machine code: counts, loops and overlap from text, and the real tools on a real kernel."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from fa3.cli import inspect as command
+from fa3.compiler import inspect
+from fa3.compiler.inspect import Report, check, cubin_of, read_report
+from fa3.errors import CompileError
+from fa3.spec import ForwardSpec
+
+USAGE = """
+Resource usage:
+ Common:
+  GLOBAL:0
+ Function kernel_name_0:
+  REG:168 STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:1336 TEXTURE:0 SURFACE:0 SAMPLER:0
+"""
+
+SPEC = ForwardSpec(
+    dtype="bf16",
+    head_dim=128,
+    head_dim_v=128,
+    causal=False,
+    tile_m=128,
+    tile_n=16,
+    stages=2,
+    warp_specialized=True,
+    pingpong=True,
+    overlap=True,
+    rescale_threshold=8.0,
+    integer_max=True,
+)
+KEPT = Report(
+    registers=168,
+    stack=0,
+    local=0,
+    spills=0,
+    shared_static=1024,
+    hgmma=32,
+    utmaldg=12,
+    utmastg=2,
+    exp2=132,
+    waits=4,
+    setmaxreg=[24, 240],
+    overlap=[66],
+)
+
+QK = ["HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT", "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24, gsb0"]
+PV = ["HGMMA.64x128x16.F32.BF16 R88, R180, gdesc[UR8].tnspB, R88, gsb0"]
+ONE_LEFT = ["WARPGROUP.DEPBAR.LE gsb0, 0x1"]
+NONE_LEFT = ["WARPGROUP.DEPBAR.LE gsb0, 0x0"]
+SOFTMAX = ["MUFU.EX2 R26, R26"] * 4
+BACK = ["@P0 BRA `(.L_loop)"]
+EXIT = ["EXIT"]
+
+
+def sass(lines: Sequence[str]) -> str:
+    """Text as nvdisasm prints it; a line that ends with a colon is a label."""
+    text, address = ["\t.target\tsm_90a"], 0
+    for line in lines:
+        if line.endswith(":"):
+            text.append(line)
+        else:
+            text.append(f"        /*{address:04x}*/                   {line} ;")
+            address += 16
+    return "\n".join(text)
+
+
+def overlap_of(lines: Sequence[str]) -> list[int]:
+    return read_report(USAGE, sass(lines)).overlap
+
+
+def test_counts_resources_and_register_reallocation_are_read() -> None:
+    code = ["USETMAXREG.DEALLOC.CTAPOOL 0x18", "UTMALDG.4D [UR8], [UR4]", "@!P1 LDL R1, [R2]", "STL.64 [R2], R4"]
+    code += ["USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0", *QK, *NONE_LEFT, *SOFTMAX, "MUFU.RCP R1, R2"]
+    code += ["UTMASTG.4D [UR8], [UR4]", "LDGSTS.E [R1], [R2]", *EXIT]
+    report = read_report(USAGE, sass(code))
+    assert report == Report(168, 0, 0, 2, 1024, 2, 1, 1, 4, 1, [24, 240], [])
+
+
+def test_softmax_between_the_two_waits_is_overlap() -> None:
+    assert overlap_of([".L_loop:", *QK, *PV, *ONE_LEFT, *SOFTMAX, *NONE_LEFT, *BACK, *EXIT]) == [4]
+
+
+def test_a_wait_hoisted_above_the_softmax_is_no_overlap() -> None:
+    assert overlap_of([".L_loop:", *QK, *PV, *ONE_LEFT, *NONE_LEFT, *SOFTMAX, *BACK, *EXIT]) == [0]
+    assert overlap_of([".L_loop:", *QK, *NONE_LEFT, *SOFTMAX, *PV, *NONE_LEFT, *BACK, *EXIT]) == [0]
+
+
+def test_a_wait_sunk_into_the_softmax_counts_what_is_left_before_it() -> None:
+    half = SOFTMAX[:2]
+    assert overlap_of([".L_loop:", *QK, *PV, *ONE_LEFT, *half, *NONE_LEFT, *half, *BACK, *EXIT]) == [2]
+
+
+def test_a_rotated_loop_is_followed_round() -> None:
+    assert overlap_of([".L_loop:", *SOFTMAX, *NONE_LEFT, *QK, *PV, *ONE_LEFT, *BACK, *EXIT]) == [4]
+
+
+def test_the_softmax_before_and_after_the_loop_does_not_count() -> None:
+    around = [*QK, *ONE_LEFT, *SOFTMAX]
+    loop = [".L_loop:", *QK, *PV, *ONE_LEFT, *NONE_LEFT, *SOFTMAX, *BACK]
+    assert overlap_of([*around, *NONE_LEFT, *loop, *around, *EXIT]) == [0]
+
+
+def test_the_retry_of_a_wait_far_behind_does_not_widen_the_loop() -> None:
+    retry = [".L_retry:", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR33], R5", "@!P0 BRA `(.L_retry)", "BRA `(.L_on)"]
+    loop = [".L_loop:", *QK, "@!P0 BRA `(.L_retry)", ".L_on:", *PV, *ONE_LEFT, *SOFTMAX, *NONE_LEFT, *BACK]
+    assert overlap_of([*loop, *QK, *ONE_LEFT, *SOFTMAX, *EXIT, *retry]) == [4]
+
+
+def test_of_nested_loops_the_innermost_is_the_main_loop() -> None:
+    inner = [".L_loop:", *QK, *PV, *ONE_LEFT, *SOFTMAX, *NONE_LEFT, *BACK]
+    first_tile = [*QK, *NONE_LEFT, *SOFTMAX]
+    assert overlap_of([".L_tiles:", *first_tile, *inner, "@P1 BRA `(.L_tiles)", *EXIT]) == [4]
+
+
+def test_masked_and_unmasked_loops_are_reported_each() -> None:
+    masked = [".L_masked:", *QK, *PV, *NONE_LEFT, *SOFTMAX, "@P0 BRA `(.L_masked)"]
+    whole = [".L_loop:", *QK, *PV, *ONE_LEFT, *SOFTMAX, *NONE_LEFT, *BACK]
+    assert overlap_of([*masked, *whole, *EXIT]) == [0, 4]
+
+
+def test_a_reconvergence_point_behind_the_loop_is_part_of_it() -> None:
+    branch = ["BSSY B0, `(.L_join)", "@P1 BRA `(.L_skip)", *SOFTMAX, ".L_skip:", "BSYNC B0", ".L_join:"]
+    assert overlap_of([".L_loop:", *QK, *PV, *ONE_LEFT, *branch, *NONE_LEFT, *BACK, *EXIT]) == [4]
+
+
+def test_a_kernel_that_keeps_its_promises_has_nothing_broken() -> None:
+    assert check(SPEC, KEPT) == []
+    plain = dataclasses.replace(SPEC, warp_specialized=False, overlap=False)
+    assert check(plain, dataclasses.replace(KEPT, setmaxreg=[], overlap=[0])) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"stack": 32}, "stack 32"),
+        ({"local": 8}, "local memory 8"),
+        ({"spills": 3}, "3 spill"),
+        ({"hgmma": 0, "waits": 0}, "no HGMMA"),
+        ({"utmaldg": 0}, "no UTMALDG"),
+        ({"utmastg": 0}, "no UTMASTG"),
+        ({"waits": 32}, "serialized"),
+        ({"setmaxreg": []}, "USETMAXREG"),
+        ({"setmaxreg": [240]}, "USETMAXREG"),
+        ({"setmaxreg": [40, 240]}, "asks for 66560 registers"),
+        ({"overlap": []}, "no main loop"),
+        ({"overlap": [66, 3]}, "expected 4"),
+    ],
+)
+def test_each_broken_promise_is_named(change: dict[str, object], sentence: str) -> None:
+    (broken,) = check(SPEC, dataclasses.replace(KEPT, **change))  # type: ignore[arg-type]
+    assert sentence in broken
+
+
+def test_switches_that_are_off_must_not_show() -> None:
+    (broken,) = check(dataclasses.replace(SPEC, overlap=False), KEPT)
+    assert "overlap is off" in broken
+    (broken,) = check(dataclasses.replace(SPEC, warp_specialized=False), KEPT)
+    assert "without warp specialization" in broken
+
+
+def test_the_gpu_binary_is_cut_out_of_a_shared_object() -> None:
+    header = bytearray(64)
+    header[:4] = b"\x7fELF"
+    struct.pack_into("<H", header, 18, 190)
+    struct.pack_into("<QQ", header, 32, 64, 100)
+    struct.pack_into("<HHHH", header, 54, 10, 2, 20, 3)
+    cubin = bytes(header) + bytes(range(96))
+    host = b"\x7fELF" + bytes(60)
+    assert cubin_of(host + b"rodata" + cubin + b"more") == cubin
+    with pytest.raises(CompileError, match="no GPU binary"):
+        cubin_of(host + host)
+
+
+def test_a_missing_tool_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "find_tool", lambda name: None)
+    with pytest.raises(CompileError, match=r'cuobjdump not found: pip install "fa3\[inspect\]"'):
+        inspect.report(b"")
+    assert inspect.report_or_none(b"") is None
+
+
+def run_command(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(arguments))
+
+
+@pytest.fixture
+def artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(inspect, "cubin_of", lambda shared_object: shared_object)
+    monkeypatch.setattr(inspect, "report", lambda cubin: KEPT)
+    monkeypatch.setattr(inspect, "disassemble", lambda cubin: "machine code")
+    (tmp_path / "kernel.so").write_bytes(b"code")
+    (tmp_path / "facts.json").write_text(json.dumps({"spec": SPEC.as_dict()}))
+    return tmp_path
+
+
+def test_the_command_prints_a_table_and_writes_the_machine_code(
+    artifact: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(str(artifact), "--sass", str(artifact / "out.sass")) == 0
+    assert (artifact / "out.sass").read_text() == "machine code"
+    printed = capsys.readouterr().out
+    assert "24/240" in printed
+    assert "kept" in printed
+    assert SPEC.name in printed
+
+
+def test_the_command_fails_when_a_promise_is_broken(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(inspect, "report", lambda cubin: dataclasses.replace(KEPT, spills=1))
+    assert run_command(str(artifact)) == 1
+    assert "1 spill instructions" in capsys.readouterr().err
+
+
+def test_the_command_fails_for_a_name_that_is_neither_spec_nor_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("forward_of_nothing") == 1
+    assert "neither a shipped spec" in capsys.readouterr().err
