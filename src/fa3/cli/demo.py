@@ -35,7 +35,7 @@ class Measured:
     label: str
     ms: float
     extra_bytes: int
-    errors: object
+    errors: torch.Tensor
     max_error: float
     rmse: float
 
@@ -156,7 +156,7 @@ def measure(
         label=label,
         ms=min(times),
         extra_bytes=peak.bytes,
-        errors=errors.to(torch.float32).cpu().numpy(),
+        errors=errors.float().cpu(),
         max_error=errors.max().item(),
         rmse=errors.square().mean().sqrt().item(),
     )

@@ -160,7 +160,13 @@ def demo_figure(ours: Measured, plain: Measured, title: str) -> Figure:
     bins = np.linspace(0.0, largest, 60)
     for measured, colour in ((plain, COLOURS["fa2"]), (ours, COLOURS["fa3"])):
         left.hist(
-            measured.errors, bins=bins, histtype="stepfilled", alpha=0.7, color=colour, label=measured.label, log=True
+            measured.errors.numpy(),
+            bins=bins,
+            histtype="stepfilled",
+            alpha=0.7,
+            color=colour,
+            label=measured.label,
+            log=True,
         )
     left.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
     left.set_xlabel("absolute error against the float64 oracle")
