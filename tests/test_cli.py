@@ -1,6 +1,7 @@
 """The command line: what it prints, what it writes, and how it says no."""
 
 import argparse
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -15,6 +16,8 @@ import torch
 import fa3
 from fa3.cli import bench, check, demo, explain, measure, peers, plots, roofline, timing
 from fa3.cli.main import COMMANDS, main
+from fa3.compiler.build import Artifact
+from fa3.compiler.store import Store, default_store
 from fa3.errors import FA3Error
 from fa3.plan import H200, plan, shipped_specs
 
@@ -25,8 +28,6 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machi
 
 @pytest.fixture(autouse=True)
 def _empty_store(monkeypatch, tmp_path):
-    from fa3.compiler.store import default_store
-
     monkeypatch.setenv("FA3_STORE", str(tmp_path / "store"))
     default_store.cache_clear()
     yield
@@ -132,6 +133,16 @@ class TestExplain:
         assert said["plan"]["grid_blocks"] == planned.grid_blocks
         assert (said["flops"], said["bytes"]) == (planned.flops, planned.bytes_moved)
 
+    def test_it_shows_the_facts_of_the_artifact_in_the_store(self, capsys, tmp_path):
+        (spec,) = shipped_specs("smoke")
+        content = b"not a real kernel"
+        facts = {"symbol": "fa3_forward", "sha256": hashlib.sha256(content).hexdigest(), "registers": 168, "spills": 0}
+        path = Store([tmp_path / "store"]).put(spec, Artifact(content, facts))
+        said = self.said(capsys, "--shape", "1,16384,16,128")
+        assert said["artifact"] == {"state": "in the store", "path": str(path), **facts}
+        assert main(["explain", "--shape", "1,16384,16,128"]) == 0
+        assert "registers: 168" in capsys.readouterr().out
+
     def test_roofline_times_are_work_over_rate(self, capsys):
         said = self.said(capsys, "--shape", "1,16384,16,128")
         limits = said["roofline"]
@@ -200,8 +211,6 @@ class TestCheck:
         folder = tmp_path / "open"
         folder.mkdir()
         folder.chmod(0o777)
-        from fa3.compiler.store import default_store
-
         monkeypatch.setenv("FA3_STORE", str(folder))
         default_store.cache_clear()
         main(["check"])

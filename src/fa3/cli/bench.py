@@ -8,6 +8,7 @@ The figures are medians; inputs rotate so that the L2 cache does not keep them f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import itertools
@@ -40,6 +41,7 @@ from fa3.cli.measure import (
 from fa3.cli.peers import Impl
 from fa3.cli.roofline import utilisation
 from fa3.cli.timing import Sensors
+from fa3.errors import FA3Error
 
 #: What the default cells hold in all: tokens, and heads times head dim.
 TOKENS = 16384
@@ -117,22 +119,35 @@ def _git_commit() -> str:
     return head + ("+" if changed.returncode else "")
 
 
+def _dsl_version() -> str | None:
+    """Version of the DSL that made the kernels: of the artifacts in the store, else of the installed package."""
+    from fa3.compiler.store import default_store
+    from fa3.plan import shipped_specs
+
+    with contextlib.suppress(FA3Error):
+        store = default_store()
+        for spec in shipped_specs("forward"):
+            known = store.facts(spec)
+            if known is not None:
+                return str(known["dsl"])
+    try:
+        return importlib.metadata.version("nvidia-cutlass-dsl")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def facts(
     device: torch.device, sensors: Sensors, impls: Sequence[Impl], missing: dict[str, str], commit: str | None
 ) -> Row:
     """The head of a result file: the machine, the versions, and what was run."""
     on_gpu = device.type == "cuda"
-    try:
-        cutlass: str | None = importlib.metadata.version("nvidia-cutlass-dsl")
-    except importlib.metadata.PackageNotFoundError:
-        cutlass = None
     return {
         "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
         "sm_count": torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else None,
         "driver": sensors.driver(),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
-        "cutlass": cutlass,
+        "cutlass": _dsl_version(),
         "fa3": fa3.__version__,
         "commit": commit or _git_commit(),
         "python": platform.python_version(),

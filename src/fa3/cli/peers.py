@@ -99,8 +99,8 @@ def find(device: torch.device, names: tuple[str, ...] | None = None) -> tuple[li
     for name in wanted:
         try:
             impl = _find_one(name, device, named=names is not None)
-        except ImportError as error:
-            missing[name] = f"import failed: {error}"
+        except Exception as error:  # a package may break at its import in any way
+            missing[name] = f"import failed: {type(error).__name__}: {error}"
             continue
         if isinstance(impl, str):
             missing[name] = impl
@@ -110,7 +110,7 @@ def find(device: torch.device, names: tuple[str, ...] | None = None) -> tuple[li
 
 
 def _find_one(name: str, device: torch.device, named: bool) -> Impl | str:
-    """The implementation, or the reason why there is none. Raises ``ImportError`` when its package is broken."""
+    """The implementation, or the reason why there is none. Raises whatever a broken package raises at its import."""
     on_gpu = device.type == "cuda"
     if name == "tiled":
         if on_gpu and not named:  # exact and slow: it would take most of the run

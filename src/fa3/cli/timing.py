@@ -24,6 +24,9 @@ SETTLE_SECONDS = 0.3
 #: GPU clocks that a call is given to be queued behind before a burst starts (about 60 us).
 QUEUE_CLOCKS = 120_000
 
+#: NVML's number of the field with the power drawn at this instant, in milliwatts.
+POWER_INSTANT = 186
+
 
 class Sensors:
     """Clock, power and driver of one GPU, through NVML; every reading is None where NVML is missing."""
@@ -50,14 +53,17 @@ class Sensors:
         """SM clock now."""
         if self._nvml is None:
             return None
-        return float(self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM))
+        try:
+            return float(self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM))
+        except self._nvml.NVMLError:
+            return None
 
     def watts(self) -> float | None:
         """Power drawn now. The plain power reading is an average over a second, so the instant one is asked first."""
         if self._nvml is None:
             return None
         try:
-            field = self._nvml.nvmlDeviceGetFieldValues(self._handle, [self._nvml.NVML_FI_DEV_POWER_INSTANT])[0]
+            field = self._nvml.nvmlDeviceGetFieldValues(self._handle, [POWER_INSTANT])[0]
             if field.nvmlReturn == self._nvml.NVML_SUCCESS and field.value.uiVal:
                 return field.value.uiVal / 1e3
             return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle)) / 1e3
