@@ -50,8 +50,9 @@ _launches: dict[Any, _Launch] = {}
 _streams: dict[int, ctypes.c_void_p] = {}
 _facts: dict[int, DeviceFacts] = {}
 
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+# A CPU build of torch has neither; nobody calls them there.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
@@ -63,7 +64,7 @@ def device_facts(device: torch.device) -> DeviceFacts:
             name=properties.name,
             sm_count=properties.multi_processor_count,
             l2_bytes=properties.L2_cache_size,
-            shared_per_block=properties.shared_memory_per_block_optin,
+            shared_per_block=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         )
     return _facts[index]
 

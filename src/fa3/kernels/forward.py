@@ -132,7 +132,9 @@ class ForwardKernel:
         are in elements and must be multiples of 8, addresses of 16 bytes. ``section`` is explained at
         ``tiles.tile_of_block``.
         """
-        q_view = self.global_tensor(q, (seqlen_q, head_dim, heads_q, batch), q_row_stride, q_head_stride, q_batch_stride)
+        q_view = self.global_tensor(
+            q, (seqlen_q, head_dim, heads_q, batch), q_row_stride, q_head_stride, q_batch_stride
+        )
         k_view = self.global_tensor(
             k, (seqlen_k, head_dim, heads_kv, batch), k_row_stride, k_head_stride, k_batch_stride
         )
@@ -316,9 +318,7 @@ class ForwardKernel:
         q_tiles = cute.local_tile(q_tensor[None, None, head, batch_index], (WGMMA_ROWS, self.head_dim), (None, 0))
         k_tiles = cute.local_tile(k_tensor[None, None, head_kv, batch_index], (self.tile_n, self.head_dim), (None, 0))
         v_tiles = cute.local_tile(v_tensor[None, None, head_kv, batch_index], (self.head_dim_v, self.tile_n), (0, None))
-        out_tiles = cute.local_tile(
-            out_tensor[None, None, head, batch_index], (WGMMA_ROWS, self.head_dim_v), (None, 0)
-        )
+        out_tiles = cute.local_tile(out_tensor[None, None, head, batch_index], (WGMMA_ROWS, self.head_dim_v), (None, 0))
         load_q = Load(q_tma, *self.partition_copy(q_tma, s_q, q_tiles), q_full, None, self.tile_bytes(q_smem))
         load_k = Load(k_tma, *self.partition_copy(k_tma, s_k, k_tiles), k_full, k_empty, self.tile_bytes(k_smem))
         load_v = Load(v_tma, *self.partition_copy(v_tma, s_v, v_tiles), v_full, v_empty, self.tile_bytes(v_smem))
@@ -338,9 +338,7 @@ class ForwardKernel:
                     softmax_scale,
                 )  # fmt: skip
         else:
-            self.attend(
-                group_index, thread, work, load_q, load_k, load_v, shared, store_out, softmax_scale
-            )
+            self.attend(group_index, thread, work, load_q, load_k, load_v, shared, store_out, softmax_scale)
 
     # ---- producer
 
