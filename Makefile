@@ -11,11 +11,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test lint unit gpu format figures clean
+.PHONY: help setup demo test lint unit gpu sanitize format figures clean
 help:
 	@echo 'make demo     attention on a real-sized problem against the oracle, with a picture'
 	@echo 'make test     ruff, mypy, import floors, and all tests that need no GPU'
 	@echo 'make gpu      the tests that need a Hopper GPU'
+	@echo 'make sanitize compute-sanitizer over one small call of every kernel, on a Hopper GPU'
 	@echo 'make figures  the README table and picture, from benchmarks/results'
 
 setup: $(STAMP)
@@ -48,6 +49,10 @@ unit: $(STAMP)
 
 gpu: $(STAMP)
 	$(BIN)/pytest -m gpu tests/gpu
+
+sanitize: $(STAMP)
+	for tool in memcheck racecheck synccheck; do \
+	    compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python tests/gpu/small_set.py || exit 1; done
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -47,19 +47,25 @@ class TileChoice:
     tile_m: int
     tile_n: int
     stages: int
-    rescale_threshold: float
     reason: str
 
 
-#: (head dim, causal) -> tiles.
-TILES = {
-    (64, False): TileChoice(192, 128, 2, 0.0, "three warpgroups fill the tensor core at d 64; wider tiles spill"),
-    (64, True): TileChoice(192, 128, 2, 0.0, "as without a mask"),
-    (128, False): TileChoice(128, 128, 2, 8.0, "scores, probabilities and output fit 240 registers"),
-    (128, True): TileChoice(128, 128, 2, 8.0, "square tiles waste least on the diagonal"),
-    (256, False): TileChoice(128, 80, 2, 8.0, "the most keys that two stages leave room for in shared memory"),
-    (256, True): TileChoice(128, 80, 2, 8.0, "as without a mask"),
+#: (head dim, causal) -> tiles for keys up to a length, in order; the last row of each takes the rest.
+TILES: dict[tuple[int, bool], tuple[tuple[float, TileChoice], ...]] = {
+    (64, False): ((math.inf, TileChoice(192, 128, 2, "three warpgroups hide each other's waits; wider tiles spill")),),
+    (64, True): ((math.inf, TileChoice(192, 128, 2, "as without a mask")),),
+    (128, False): ((math.inf, TileChoice(192, 80, 2, "three warpgroups in turn keep the tensor core busy")),),
+    (128, True): (
+        (4096, TileChoice(128, 128, 2, "on short rows a smaller query tile wastes less on the diagonal")),
+        (math.inf, TileChoice(192, 80, 2, "as without a mask")),
+    ),
+    (256, False): ((math.inf, TileChoice(128, 80, 2, "the most keys that two stages leave shared memory for")),),
+    (256, True): ((math.inf, TileChoice(128, 80, 2, "as without a mask")),),
 }
+
+#: Log2 units by which a score may exceed the softmax reference: probabilities reach 256 at most, which costs
+#: fp16 and bf16 no accuracy, and after the first key tile hardly a tile moves the reference.
+RESCALE_THRESHOLD = 8.0
 
 #: Part of L2 that K and V of the heads in flight may take; the rest is for q, out and whoever else runs.
 L2_SHARE = 0.5
@@ -112,21 +118,25 @@ def plan(problem: Problem, device: DeviceFacts) -> Plan:
     missing = why_not(problem)
     if missing is not None:
         raise NotImplementedError(missing)
-    choice = TILES[problem.head_dim, problem.causal]
+    choice = tiles_of(problem)
     spec = make_spec(problem.dtype, problem.head_dim, problem.causal, choice)
     section = heads_of_section(problem, device)
     m_blocks = math.ceil(problem.seqlen_q / spec.tile_m)
     grid_blocks = m_blocks * problem.heads_q * problem.batch
     reasons = (
         f"tiles of {choice.tile_m} queries x {choice.tile_n} keys in {choice.stages} stages: {choice.reason}",
-        f"softmax reference moves at 2**{choice.rescale_threshold:g}: fewer rescales of the output"
-        if choice.rescale_threshold
-        else "softmax reference always moves: with a small output a vote costs more than the rescale",
+        f"softmax reference moves by 2**{RESCALE_THRESHOLD:g} or not at all: hardly ever a rescale of the output",
         f"{grid_blocks} blocks on {device.sm_count} multiprocessors: {grid_blocks / device.sm_count:.2f} waves",
         f"{section} heads at a time: their K and V take at most {L2_SHARE:.0%} of L2"
         + ("; longest tiles first" if problem.causal else ""),
     )
     return Plan(spec, section, grid_blocks, reasons, flops(problem), bytes_moved(problem))
+
+
+def tiles_of(problem: Problem) -> TileChoice:
+    """The row of the tile table for a problem."""
+    rows = TILES[problem.head_dim, problem.causal]
+    return next(choice for limit, choice in rows if problem.seqlen_k <= limit)
 
 
 def make_spec(dtype: str, head_dim: int, causal: bool, choice: TileChoice) -> ForwardSpec:
@@ -142,8 +152,7 @@ def make_spec(dtype: str, head_dim: int, causal: bool, choice: TileChoice) -> Fo
         warp_specialized=True,
         pingpong=True,
         overlap=True,
-        rescale_threshold=choice.rescale_threshold,
-        integer_max=True,
+        rescale_threshold=RESCALE_THRESHOLD,
     )
 
 
@@ -197,12 +206,13 @@ def shipped_specs(preset: str) -> tuple[ForwardSpec, ...]:
         ValueError: unknown preset.
     """
     if preset == "smoke":
-        return (make_spec("bf16", 128, False, TILES[128, False]),)
+        return (make_spec("bf16", 128, False, TILES[128, False][0][1]),)
     if preset == "forward":
         return tuple(
             make_spec(dtype, head_dim, causal, choice)
             for dtype in ELEMENT_BYTES
-            for (head_dim, causal), choice in TILES.items()
+            for (head_dim, causal), rows in TILES.items()
+            for _, choice in rows
         )
     if preset == "schedule":
         return tuple(_schedules())
@@ -213,19 +223,21 @@ def shipped_specs(preset: str) -> tuple[ForwardSpec, ...]:
 
 def _schedules() -> Iterator[ForwardSpec]:
     switches = (False, True)
-    for (head_dim, causal), choice in TILES.items():
-        full = make_spec("bf16", head_dim, causal, choice)
+    for (head_dim, causal), rows in TILES.items():
+        full = make_spec("bf16", head_dim, causal, rows[-1][1])
         # The whole grid of switches at d 128; elsewhere each switch off alone, and all of them.
         grid = [(w, p, o) for w in switches for p in switches for o in switches]
         if head_dim != 128:
             grid = [(w, p, o) for w, p, o in grid if w + p + o in (0, 2)]
         for specialized, pingpong, overlap in grid:
             yield replace(full, warp_specialized=specialized, pingpong=pingpong, overlap=overlap)
-        yield replace(full, rescale_threshold=8.0 - choice.rescale_threshold)
-        yield replace(full, integer_max=False)
-    for causal in switches:
-        # The paper's ablation is in fp16.
-        full = make_spec("fp16", 128, causal, TILES[128, causal])
-        for specialized, pingpong, overlap in ((False, True, True), (True, False, True), (True, True, False)):
-            yield replace(full, warp_specialized=specialized, pingpong=pingpong, overlap=overlap)
-        yield replace(full, pingpong=False, overlap=False)
+        yield replace(full, rescale_threshold=0.0)
+    # One and two warpgroups, and more than two stages.
+    yield make_spec("bf16", 128, True, TileChoice(128, 64, 4, ""))
+    yield replace(make_spec("bf16", 128, True, TileChoice(64, 64, 3, "")), pingpong=False)
+    yield make_spec("bf16", 64, False, TileChoice(256, 64, 1, ""))
+    # The paper's ablation is in fp16.
+    full = make_spec("fp16", 128, False, TILES[128, False][-1][1])
+    for specialized, pingpong, overlap in ((False, True, True), (True, False, True), (True, True, False)):
+        yield replace(full, warp_specialized=specialized, pingpong=pingpong, overlap=overlap)
+    yield replace(full, pingpong=False, overlap=False)

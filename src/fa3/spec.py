@@ -27,7 +27,7 @@ ELEMENT_BYTES = {"fp16": 2, "bf16": 2}
 class ForwardSpec:
     """One compiled forward kernel.
 
-    The last eight fields are the *schedule*: how the work overlaps.
+    The last seven fields are the *schedule*: how the work overlaps.
 
     Attributes:
         dtype: element type of q, k, v and out: ``"fp16"`` or ``"bf16"``.
@@ -41,8 +41,7 @@ class ForwardSpec:
         pingpong: the warpgroups take turns, so that one's softmax runs under the other's products.
         overlap: inside a warpgroup the softmax of block j+1 runs under the PV product of block j.
         rescale_threshold: the softmax reference moves only when the running max outgrew it by more than
-            this, in log2 units; 0 moves it always.
-        integer_max: take the row max on the raw bits with three-input integer instructions.
+            this, in log2 units; 0 keeps it at the running max.
     """
 
     dtype: str
@@ -56,7 +55,6 @@ class ForwardSpec:
     pingpong: bool
     overlap: bool
     rescale_threshold: float
-    integer_max: bool
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -86,11 +84,10 @@ class ForwardSpec:
                 ("w", self.warp_specialized),
                 ("p", self.pingpong),
                 ("o", self.overlap),
-                ("i", self.integer_max),
             )
             if on
         )
-        threshold = f"t{self.rescale_threshold:g}" if self.rescale_threshold else ""
+        threshold = f"t{self.rescale_threshold:g}"
         mask = "causal" if self.causal else "full"
         tile = f"{self.tile_m}x{self.tile_n}x{self.stages}"
         return f"forward_{self.dtype}_{dims}_{mask}_{tile}_{switches or 'serial'}{threshold}"
@@ -104,8 +101,8 @@ class ForwardSpec:
                 raise ValueError(f"{field}={getattr(self, field)}: the tile classes are {HEAD_DIM_CLASSES}")
         if self.head_dim != self.head_dim_v:
             raise ValueError(f"head_dim={self.head_dim}, head_dim_v={self.head_dim_v}: must be equal")
-        if self.tile_m not in (64, 128, 192):
-            raise ValueError(f"tile_m={self.tile_m}: allowed are 64, 128 and 192 (1 to 3 consumer warpgroups)")
+        if self.tile_m not in (64, 128, 192, 256):
+            raise ValueError(f"tile_m={self.tile_m}: allowed are 64, 128, 192 and 256 (1 to 4 consumer warpgroups)")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             raise ValueError(f"tile_n={self.tile_n}: must be a multiple of 16 from 16 to 256")
         if not 1 <= self.stages <= 8:

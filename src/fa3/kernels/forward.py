@@ -31,9 +31,13 @@ from .parts.barriers import NamedBarrier
 
 WARPGROUP_THREADS = 128
 
-#: (producer, consumer) registers of a thread for each number of consumer warpgroups. They must add up to
-#: at most 512 over the warpgroups of a block (64 K registers, 128 threads each), in steps of 8.
-REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
+#: (producer, consumer) registers of a thread for each number of consumer warpgroups, in steps of 8. A block
+#: owns what its threads got at the launch (64 K over the threads, rounded down to 8 a thread), and what the
+#: producer gives up is all that the consumers can gain: a larger demand waits forever.
+REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160), 4: (32, 112)}
+for _consumers, (_producer, _consumer) in REGISTERS.items():
+    _at_launch = min(65536 // (WARPGROUP_THREADS * (_consumers + 1)) // 8 * 8, 248)
+    assert _producer + _consumers * _consumer <= (_consumers + 1) * _at_launch
 
 DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16}
 
@@ -450,7 +454,7 @@ class ForwardKernel:
             self.multiply(self.qk_mma(), scores, q_operand, k_operand, Int32(0), accumulate=False)
             warpgroup.wait_group(0)
             barriers.release(load_k.empty, Int32(0), self.stages)
-            self.softmax_step(scores, state, work, thread_row, lane, Int32(0), masked=True)
+            self.softmax_step(scores, output, state, work, thread_row, lane, Int32(0), masked=True)
             self.convert(scores, p_operand)
 
             # Steps before ``first_whole`` need masking: their key tile has a key that a row does not see.
@@ -514,13 +518,12 @@ class ForwardKernel:
         # With overlap only the scores are waited for: PV runs on under the softmax.
         warpgroup.wait_group(1 if const_expr(self.spec.overlap) else 0)
         barriers.release(load_k.empty, step, self.stages)
-        self.softmax_step(scores, state, work, thread_row, lane, step, masked)
+        self.softmax_step(scores, output, state, work, thread_row, lane, step, masked)
 
         if const_expr(self.spec.overlap):
             ptx.keep_before_here(state.total[0] + state.total[1])
         warpgroup.wait_group(0)
         barriers.release(load_v.empty, step - 1, self.stages)
-        state.rescale(layout.rows_and_columns(output), self.spec.rescale_threshold)
         self.convert(scores, p_operand)
 
     @cute.jit
@@ -554,6 +557,7 @@ class ForwardKernel:
     def softmax_step(
         self,
         scores: cute.Tensor,
+        output: cute.Tensor,
         state: softmax.State,
         work: Work,
         thread_row: Int32,
@@ -566,7 +570,12 @@ class ForwardKernel:
         if const_expr(masked):
             first_key = (work.key_tiles - 1 - step) * self.tile_n + layout.first_column(lane)
             mask.mask_scores(view, thread_row, first_key, work.seqlen_q, work.seqlen_k, self.causal)
-        state.update(view, self.spec.rescale_threshold, self.spec.integer_max)
+        if state.must_move(view):
+            state.move(view, self.spec.rescale_threshold)
+            # The output may be touched only when the product that adds to it has ended.
+            warpgroup.wait_group(0)
+            softmax.scale_rows(layout.rows_and_columns(output), state.factor)
+        state.exponentiate(view)
 
     @cute.jit
     def convert(self, values: cute.Tensor, target: cute.Tensor):
@@ -601,7 +610,7 @@ class ForwardKernel:
                 for r in cutlass.range_constexpr(layout.ROWS_PER_THREAD):
                     row = thread_row + 8 * r
                     if row < work.seqlen_q:
-                        row_lse[row] = state.log_sum_exp(r, softmax_scale)
+                        row_lse[row] = state.log_sum_exp(r)
 
         rounded = cute.make_rmem_tensor(output.layout, self.dtype)
         self.convert(output, rounded)

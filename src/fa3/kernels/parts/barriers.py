@@ -10,10 +10,10 @@ from cutlass import Int32
 class NamedBarrier(IntEnum):
     """Hardware barriers 1 to 15; barrier 0 is the block's own."""
 
-    #: One for each consumer warpgroup (at most three): its turn to issue products.
+    #: One for each consumer warpgroup (at most four): its turn to issue products.
     TURN = 1
     #: One for each consumer warpgroup: its output rows are all in shared memory.
-    STORE = 4
+    STORE = 5
 
 
 def stage_and_phase(step: Int32, stages: int) -> tuple[Int32, Int32]:

@@ -1,8 +1,13 @@
 """Online softmax over the register fragment of one warpgroup.
 
-Notation of the FlashAttention papers: for each row, ``m`` is the reference (a running maximum of the raw
-scores), ``l`` the sum of ``exp(scale * (s - m))``. Scores stay unscaled; ``scale_log2`` is
-softmax_scale * log2(e), so that one fused multiply-add and one ex2 make each probability.
+For each row, ``l`` is the sum of ``exp(scale * (s - m))``, as in the FlashAttention papers, but the reference
+``m`` need not be the running maximum: any value does as long as no exponential overflows. So ``m`` stays
+where it is until a score exceeds it by more than a threshold, and a tile that moves no row of a warp needs
+neither the reduction over the lanes of a row nor a rescale of what was summed so far. Probabilities then
+reach 2**threshold, which costs fp16 and bf16 no accuracy, since their precision is relative.
+
+Scores stay unscaled; ``scale_log2`` is softmax_scale * log2(e), so that one fused multiply-add and one ex2
+make each probability.
 """
 
 from __future__ import annotations
@@ -19,6 +24,9 @@ from .layout import ROWS_PER_THREAD
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
+#: No signed integer is below it: a limit that every score reaches.
+LOWEST = -(2**31)
+
 
 @cute.jit
 def row_max_float(row: cute.Tensor, start: Float32) -> Float32:
@@ -34,20 +42,40 @@ def row_max_float(row: cute.Tensor, start: Float32) -> Float32:
 
 
 @cute.jit
-def row_max_bits(bits: cute.Tensor, start: Int32) -> Int32:
-    """Largest of ``start`` and the row's raw float bits as signed integers.
+def row_max_bits(bits: cute.Tensor) -> Int32:
+    """Largest of a row's raw float bits as signed integers.
 
-    Two nested maxima fuse into one three-input VIMNMX3. The order of the integers is the order of the
-    floats as long as the result is not negative; a caller that gets a negative one must ask
-    ``row_max_float`` instead.
+    It is the largest float if that is not negative; among negative floats the order runs backwards. Two
+    nested maxima fuse into one three-input instruction, VIMNMX3, which float maxima do not have.
     """
-    best = [start, bits[0]]
-    for i in cutlass.range_constexpr(1, cute.size(bits), 2):
+    best = [bits[0], bits[1]]
+    for i in cutlass.range_constexpr(2, cute.size(bits), 2):
         chain = (i // 2) % 2
-        best[chain] = cutlass.max(best[chain], bits[i])
-        if const_expr(i + 1 < cute.size(bits)):
-            best[chain] = cutlass.max(best[chain], bits[i + 1])
+        best[chain] = cutlass.max(cutlass.max(best[chain], bits[i]), bits[i + 1])
     return cutlass.max(best[0], best[1])
+
+
+@cute.jit
+def exceeds(scores: cute.Tensor, limit_bits: cute.Tensor) -> Boolean:
+    """Whether any score of the thread's rows reaches its row's limit (see ``limit_of``)."""
+    bits = cute.recast_tensor(scores, Int32)
+    answer = Boolean(False)
+    for r in cutlass.range_constexpr(cute.size(limit_bits)):
+        answer = answer | (row_max_bits(bits[r, None]) >= limit_bits[r])
+    return answer
+
+
+@cute.jit
+def limit_of(reference: Float32, margin: Float32) -> Int32:
+    """Bits of ``reference + margin``, to be compared with the bits of scores as signed integers.
+
+    A negative limit cannot be compared that way: it becomes the lowest integer, which every score reaches,
+    so that the caller looks again with float maxima. So does -inf, the reference of a row without keys.
+    """
+    limit = reference + margin
+    bits = cute.make_rmem_tensor(1, Int32)
+    cute.recast_tensor(bits, Float32)[0] = limit
+    return bits[0] if limit > Float32(0.0) else Int32(LOWEST)
 
 
 @cute.jit
@@ -58,13 +86,6 @@ def quad_max_float(value: Float32) -> Float32:
 
 
 @cute.jit
-def quad_max_int(value: Int32) -> Int32:
-    """Maximum over the four lanes that share a row."""
-    value = cutlass.max(value, cute.arch.shuffle_sync_bfly(value, offset=1))
-    return cutlass.max(value, cute.arch.shuffle_sync_bfly(value, offset=2))
-
-
-@cute.jit
 def quad_sum(value: Float32) -> Float32:
     """Sum over the four lanes that share a row."""
     value = value + cute.arch.shuffle_sync_bfly(value, offset=1)
@@ -72,69 +93,10 @@ def quad_sum(value: Float32) -> Float32:
 
 
 @cute.jit
-def running_max(scores: cute.Tensor, reference: cute.Tensor, result: cute.Tensor, integer_max: cutlass.Constexpr):
-    """Write max(reference, scores of the row over its quad) of both rows into ``result``."""
-    if const_expr(integer_max):
-        bits = cute.recast_tensor(scores, Int32)
-        reference_bits = cute.recast_tensor(reference, Int32)
-        result_bits = cute.recast_tensor(result, Int32)
-        for r in cutlass.range_constexpr(cute.size(reference)):
-            result_bits[r] = quad_max_int(row_max_bits(bits[r, None], reference_bits[r]))
-        smallest = result_bits[0]
-        for r in cutlass.range_constexpr(1, cute.size(reference)):
-            smallest = cutlass.min(smallest, result_bits[r])
-        # Negative floats compare the wrong way round as integers: take the float maximum instead. The
-        # vote keeps the branch uniform, since the shuffles inside need every lane.
-        if cute.arch.vote_any_sync(smallest < 0):
-            for r in cutlass.range_constexpr(cute.size(reference)):
-                result[r] = quad_max_float(row_max_float(scores[r, None], reference[r]))
-    else:
-        for r in cutlass.range_constexpr(cute.size(reference)):
-            result[r] = quad_max_float(row_max_float(scores[r, None], reference[r]))
-
-
-@cute.jit
-def move_reference(
-    largest: cute.Tensor,
-    reference: cute.Tensor,
-    factor: cute.Tensor,
-    scale_log2: Float32,
-    threshold: cutlass.Constexpr,
-) -> Boolean:
-    """Set each row's reference and the factor that what was summed so far must be multiplied by.
-
-    The reference need not be the true maximum: it is kept while the running maximum exceeds it by at most
-    ``threshold`` in log2 units, so that probabilities reach at most 2**threshold. A reference of -inf
-    always moves. Returns whether any row of this thread moved.
-    """
-    moved = Boolean(False)
-    for r in cutlass.range_constexpr(cute.size(reference)):
-        old = reference[r]
-        new = largest[r]
-        if const_expr(threshold > 0):
-            # (-inf) - (-inf) is NaN, and a comparison with NaN is false: such a row does not move.
-            new = new if (new - old) * scale_log2 > Float32(threshold) else old
-        # A row that has not seen a key yet has nothing to rescale, and must not form (-inf) - (-inf).
-        factor[r] = cute.math.exp2((old - finite_or_zero(new)) * scale_log2, fastmath=True)
-        moved = moved | (new != old)
-        reference[r] = new
-    return moved
-
-
-@cute.jit
-def finite_or_zero(value: Float32) -> Float32:
-    """``value``, or 0 in place of -inf: exp2(-inf - 0) is 0 where exp2(-inf + inf) would be NaN."""
-    return Float32(0.0) if value == -Float32.inf else value
-
-
-@cute.jit
-def exponentiate(scores: cute.Tensor, reference: cute.Tensor, scale_log2: Float32):
-    """Replace the scores by ``exp2(scale_log2 * (score - reference))``."""
-    for r in cutlass.range_constexpr(cute.size(reference)):
-        offset = finite_or_zero(reference[r]) * scale_log2
-        row = scores[r, None]
-        for i in cutlass.range_constexpr(cute.size(row)):
-            row[i] = cute.math.exp2(row[i] * scale_log2 - offset, fastmath=True)
+def exponentiate(row: cute.Tensor, scale_log2: Float32, offset: Float32):
+    """Replace the scores of a row by ``exp2(scale_log2 * score - offset)``."""
+    for i in cutlass.range_constexpr(cute.size(row)):
+        row[i] = cute.math.exp2(row[i] * scale_log2 - offset, fastmath=True)
 
 
 @cute.jit
@@ -158,44 +120,58 @@ def scale_rows(accumulator: cute.Tensor, factor: cute.Tensor):
 
 
 class State(NamedTuple):
-    """Softmax state of the rows that one thread holds."""
+    """Softmax state of the rows that one thread holds.
+
+    ``reference`` and ``offset`` (the reference times ``scale_log2``) are equal in the four lanes of a row;
+    ``total`` is the sum over this thread's columns only.
+    """
 
     reference: cute.Tensor
+    offset: cute.Tensor
+    limit_bits: cute.Tensor
     total: cute.Tensor
     factor: cute.Tensor
     scale_log2: Float32
-    moved: cute.Tensor
 
     @staticmethod
     def fresh(scale_log2: Float32) -> State:
         """State of rows that have not seen a key: m = -inf, l = 0."""
-        reference, total, factor = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(3))
-        moved = cute.make_rmem_tensor(1, Int32)
+        reference, offset, total, factor = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(4))
+        limit_bits = cute.make_rmem_tensor(ROWS_PER_THREAD, Int32)
         reference.fill(-Float32.inf)
+        offset.fill(0.0)
+        limit_bits.fill(LOWEST)
         total.fill(0.0)
         factor.fill(1.0)
-        moved.fill(0)
-        return State(reference, total, factor, scale_log2, moved)
+        return State(reference, offset, limit_bits, total, factor, scale_log2)
 
     @cute.jit
-    def update(self, scores: cute.Tensor, threshold: cutlass.Constexpr, integer_max: cutlass.Constexpr):
-        """Take in one tile of scores, (2 rows, columns), and leave its probabilities in their place."""
-        largest = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
-        running_max(scores, self.reference, largest, integer_max)
-        moved = move_reference(largest, self.reference, self.factor, self.scale_log2, threshold)
-        self.moved[0] = Int32(moved)
-        exponentiate(scores, self.reference, self.scale_log2)
+    def must_move(self, scores: cute.Tensor) -> Boolean:
+        """Whether a row of this warp, (2 rows, columns) a thread, has a score beyond its limit."""
+        return cute.arch.vote_any_sync(exceeds(scores, self.limit_bits))
+
+    @cute.jit
+    def move(self, scores: cute.Tensor, threshold: cutlass.Constexpr):
+        """Move the references to the running maxima; ``factor`` is what the past must be multiplied by."""
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            self.total[r] = self.total[r] * self.factor[r] + row_sum(scores[r, None])
+            old = self.reference[r]
+            new = quad_max_float(row_max_float(scores[r, None], old))
+            # -inf as reference would make (-inf) - (-inf) of a score that is masked.
+            offset = (Float32(0.0) if new == -Float32.inf else new) * self.scale_log2
+            # What is summed so far is relative to the rounded offset. A row without keys has nothing to keep.
+            past = -Float32.inf if old == -Float32.inf else self.offset[r]
+            self.factor[r] = cute.math.exp2(past - offset, fastmath=True)
+            self.total[r] = self.total[r] * self.factor[r]
+            self.reference[r] = new
+            self.offset[r] = offset
+            self.limit_bits[r] = limit_of(new, Float32(threshold) / self.scale_log2)
 
     @cute.jit
-    def rescale(self, output: cute.Tensor, threshold: cutlass.Constexpr):
-        """Bring the output, (2 rows, columns), to the reference of the last update."""
-        if const_expr(threshold > 0):
-            if cute.arch.vote_any_sync(self.moved[0] != 0):
-                scale_rows(output, self.factor)
-        else:
-            scale_rows(output, self.factor)
+    def exponentiate(self, scores: cute.Tensor):
+        """Turn a tile of scores into probabilities and add them to the row sums."""
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            exponentiate(scores[r, None], self.scale_log2, self.offset[r])
+            self.total[r] = self.total[r] + row_sum(scores[r, None])
 
     @cute.jit
     def normalize(self, output: cute.Tensor):
@@ -207,6 +183,6 @@ class State(NamedTuple):
         scale_rows(output, self.factor)
 
     @cute.jit
-    def log_sum_exp(self, r: cutlass.Constexpr, softmax_scale: Float32) -> Float32:
+    def log_sum_exp(self, r: cutlass.Constexpr) -> Float32:
         """Natural LSE of row ``r``, after ``normalize``; -inf for a row without keys."""
-        return self.reference[r] * softmax_scale + cute.math.log2(self.total[r], fastmath=True) * LN_2
+        return (self.offset[r] + cute.math.log2(self.total[r], fastmath=True)) * LN_2
