@@ -37,7 +37,6 @@ SPEC = ForwardSpec(
     pingpong=True,
     overlap=True,
     rescale_threshold=8.0,
-    integer_max=True,
 )
 KEPT = Report(
     registers=168,
