@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from fa3.spec import WGMMA_ROWS, ForwardSpec
@@ -454,7 +454,7 @@ class ForwardKernel:
             self.multiply(self.qk_mma(), scores, q_operand, k_operand, Int32(0), accumulate=False)
             warpgroup.wait_group(0)
             barriers.release(load_k.empty, Int32(0), self.stages)
-            self.softmax_step(scores, output, state, work, thread_row, lane, Int32(0), masked=True)
+            self.softmax_step(scores, state, work, thread_row, lane, Int32(0), masked=True)
             self.convert(scores, p_operand)
 
             # Steps before ``first_whole`` need masking: their key tile has a key that a row does not see.
@@ -518,12 +518,14 @@ class ForwardKernel:
         # With overlap only the scores are waited for: PV runs on under the softmax.
         warpgroup.wait_group(1 if const_expr(self.spec.overlap) else 0)
         barriers.release(load_k.empty, step, self.stages)
-        self.softmax_step(scores, output, state, work, thread_row, lane, step, masked)
+        moved = self.softmax_step(scores, state, work, thread_row, lane, step, masked)
 
         if const_expr(self.spec.overlap):
             ptx.keep_before_here(state.total[0] + state.total[1])
         warpgroup.wait_group(0)
         barriers.release(load_v.empty, step - 1, self.stages)
+        if moved:
+            softmax.scale_rows(layout.rows_and_columns(output), state.factor)
         self.convert(scores, p_operand)
 
     @cute.jit
@@ -557,25 +559,26 @@ class ForwardKernel:
     def softmax_step(
         self,
         scores: cute.Tensor,
-        output: cute.Tensor,
         state: softmax.State,
         work: Work,
         thread_row: Int32,
         lane: Int32,
         step: Int32,
         masked: cutlass.Constexpr,
-    ):
-        """Turn scores into probabilities and bring the softmax state up to date."""
+    ) -> Boolean:
+        """Turn scores into probabilities and bring the softmax state up to date.
+
+        Returns whether the output must be rescaled by the state's factors; the same in all lanes of a warp.
+        """
         view = layout.rows_and_columns(scores)
         if const_expr(masked):
             first_key = (work.key_tiles - 1 - step) * self.tile_n + layout.first_column(lane)
             mask.mask_scores(view, thread_row, first_key, work.seqlen_q, work.seqlen_k, self.causal)
-        if state.must_move(view):
+        moved = state.must_move(view)
+        if moved:
             state.move(view, self.spec.rescale_threshold)
-            # The output may be touched only when the product that adds to it has ended.
-            warpgroup.wait_group(0)
-            softmax.scale_rows(layout.rows_and_columns(output), state.factor)
         state.exponentiate(view)
+        return moved
 
     @cute.jit
     def convert(self, values: cute.Tensor, target: cute.Tensor):
