@@ -54,21 +54,18 @@ class TileChoice:
 TILES: dict[tuple[int, bool], tuple[tuple[float, TileChoice], ...]] = {
     (64, False): ((math.inf, TileChoice(192, 128, 2, "three warpgroups hide each other's waits; wider tiles spill")),),
     (64, True): ((math.inf, TileChoice(192, 128, 2, "as without a mask")),),
-    (128, False): ((math.inf, TileChoice(192, 80, 2, "three warpgroups in turn keep the tensor core busy")),),
+    (128, False): ((math.inf, TileChoice(192, 80, 3, "three warpgroups in turn keep the tensor core busy")),),
     (128, True): (
         (4096, TileChoice(128, 128, 2, "on short rows a smaller query tile wastes less on the diagonal")),
-        (math.inf, TileChoice(192, 80, 2, "as without a mask")),
+        (math.inf, TileChoice(192, 80, 3, "as without a mask")),
     ),
-    (256, False): ((math.inf, TileChoice(128, 80, 2, "the most keys that two stages leave shared memory for")),),
-    (256, True): ((math.inf, TileChoice(128, 80, 2, "as without a mask")),),
+    (256, False): ((math.inf, TileChoice(128, 64, 2, "two stages in shared memory; 80 keys gain nothing")),),
+    (256, True): ((math.inf, TileChoice(128, 64, 2, "as without a mask")),),
 }
 
 #: Log2 units by which a score may exceed the softmax reference: probabilities reach 256 at most, which costs
 #: fp16 and bf16 no accuracy, and after the first key tile hardly a tile moves the reference.
 RESCALE_THRESHOLD = 8.0
-
-#: Part of L2 that K and V of the heads in flight may take; the rest is for q, out and whoever else runs.
-L2_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,8 @@ class Plan:
     Attributes:
         spec: the kernel.
         section: heads whose K and V share L2; see ``kernels/parts/tiles.py``.
-        grid_blocks: thread blocks of the launch.
+        tiles: tiles of the output.
+        grid_blocks: thread blocks of the launch, which take the tiles in turns.
         reasons: one sentence for each choice.
         flops: floating-point operations of both products, masked parts left out.
         bytes_moved: bytes of q, k, v, out and LSE, each once.
@@ -86,6 +84,7 @@ class Plan:
 
     spec: ForwardSpec
     section: int
+    tiles: int
     grid_blocks: int
     reasons: tuple[str, ...]
     flops: float
@@ -120,17 +119,20 @@ def plan(problem: Problem, device: DeviceFacts) -> Plan:
         raise NotImplementedError(missing)
     choice = tiles_of(problem)
     spec = make_spec(problem.dtype, problem.head_dim, problem.causal, choice)
-    section = heads_of_section(problem, device)
+    section = heads_of_section(problem)
     m_blocks = math.ceil(problem.seqlen_q / spec.tile_m)
-    grid_blocks = m_blocks * problem.heads_q * problem.batch
+    tiles = m_blocks * problem.heads_q * problem.batch
+    grid_blocks = min(tiles, device.sm_count)
     reasons = (
         f"tiles of {choice.tile_m} queries x {choice.tile_n} keys in {choice.stages} stages: {choice.reason}",
         f"softmax reference moves by 2**{RESCALE_THRESHOLD:g} or not at all: hardly ever a rescale of the output",
-        f"{grid_blocks} blocks on {device.sm_count} multiprocessors: {grid_blocks / device.sm_count:.2f} waves",
-        f"{section} heads at a time: their K and V take at most {L2_SHARE:.0%} of L2"
-        + ("; longest tiles first" if problem.causal else ""),
+        f"{tiles} tiles for {grid_blocks} persistent blocks, one on each of {device.sm_count} multiprocessors: "
+        f"{tiles / device.sm_count:.2f} rounds",
+        "longest tiles of all heads first"
+        if problem.causal
+        else f"{section} heads at a time, which share K and V in L2",
     )
-    return Plan(spec, section, grid_blocks, reasons, flops(problem), bytes_moved(problem))
+    return Plan(spec, section, tiles, grid_blocks, reasons, flops(problem), bytes_moved(problem))
 
 
 def tiles_of(problem: Problem) -> TileChoice:
@@ -156,18 +158,14 @@ def make_spec(dtype: str, head_dim: int, causal: bool, choice: TileChoice) -> Fo
     )
 
 
-def heads_of_section(problem: Problem, device: DeviceFacts) -> int:
+def heads_of_section(problem: Problem) -> int:
     """How many query heads run side by side.
 
-    Without a mask all tiles are equally long, so one K/V head at a time is best for L2. With a causal mask
-    as many as fit, so that the longest tiles of many heads start first.
+    Without a mask all tiles are equally long: the heads of one K/V head at a time keep its keys in L2. With a
+    causal mask all heads do, so that the longest tiles of all start first and the shortest even out the end;
+    the blocks on one head still read its keys at about the same time.
     """
-    group = problem.group_size
-    if not problem.causal:
-        return group
-    head_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES[problem.dtype]
-    kv_heads = max(1, int(L2_SHARE * device.l2_bytes) // max(head_bytes, 1))
-    return min(kv_heads * group, problem.heads_q * problem.batch)
+    return problem.heads_q * problem.batch if problem.causal else problem.group_size
 
 
 def flops(problem: Problem) -> float:

@@ -67,12 +67,20 @@ class ForwardSpec:
         return 128 * (self.consumer_warpgroups + int(self.warp_specialized))
 
     @property
+    def out_has_own_tile(self) -> bool:
+        """Whether out tiles have shared memory of their own, so that q of the next tile need not wait for them."""
+        return self._tile_bytes(own_out=True) <= SHARED_MEMORY_PER_BLOCK
+
+    @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of the tiles (q, also used by out; stages of k and v) and the barriers."""
-        element = ELEMENT_BYTES[self.dtype]
-        q_or_out = self.tile_m * max(self.head_dim, self.head_dim_v)
+        """Dynamic shared memory of the tiles and barriers."""
+        return self._tile_bytes(self.out_has_own_tile)
+
+    def _tile_bytes(self, own_out: bool) -> int:
         kv = self.stages * self.tile_n * (self.head_dim + self.head_dim_v)
-        return element * (q_or_out + kv) + 1024
+        q, out = self.tile_m * self.head_dim, self.tile_m * self.head_dim_v
+        # 1 KB for barriers: the tiles after them begin at a multiple of it.
+        return ELEMENT_BYTES[self.dtype] * (kv + (q + out if own_out else max(q, out))) + 1024
 
     @property
     def name(self) -> str:
@@ -107,6 +115,8 @@ class ForwardSpec:
             raise ValueError(f"tile_n={self.tile_n}: must be a multiple of 16 from 16 to 256")
         if not 1 <= self.stages <= 8:
             raise ValueError(f"stages={self.stages}: allowed are 1 to 8")
+        if not self.warp_specialized and self.stages < 2:
+            raise ValueError(f"stages={self.stages}: without a producer warp at least 2, one to read and one to fill")
         if self.pingpong and self.consumer_warpgroups < 2:
             raise ValueError(f"pingpong=True needs at least two consumer warpgroups: tile_m={self.tile_m}")
         if self.rescale_threshold < 0 or self.rescale_threshold > 8:

@@ -28,7 +28,7 @@ ALIGNMENT = 16
 #: TMA strides are below 2**40 bytes, sizes at most 2**32; the kernel counts rows in int32.
 MAX_STRIDE_BYTES = 2**40
 MAX_SEQLEN = 2**31 - 256
-MAX_GRID = 2**31 - 1
+MAX_TILES = 2**31 - 2**16
 
 #: Launches remembered before the memory is cleared; a server with ever new lengths must not grow forever.
 MAX_REMEMBERED = 8192
@@ -191,11 +191,11 @@ def _prepare(
     if problem.empty or problem.seqlen_k == 0:
         return _Launch(None, (), out_shape, lse_shape, (False, False, False), device)
 
-    m_blocks = -(-problem.seqlen_q // spec.tile_m)
-    if m_blocks * problem.heads_q * problem.batch > MAX_GRID:
+    tiles = -(-problem.seqlen_q // spec.tile_m) * problem.heads_q * problem.batch
+    if tiles > MAX_TILES:
         raise ValueError(
             f"batch={problem.batch}, heads={problem.heads_q}, seqlen_q={problem.seqlen_q}: "
-            f"more than {MAX_GRID} tiles; split the batch"
+            f"{tiles} tiles, at most {MAX_TILES}; split the batch"
         )
     copies = (_must_copy(q), _must_copy(k), _must_copy(v))
     strides = [
@@ -215,6 +215,7 @@ def _prepare(
         *_contiguous_strides(out_shape),
         problem.softmax_scale,
         chosen.section,
+        min(tiles, device_facts(q.device).sm_count),
     )
     return _Launch(default_store().load(spec), arguments, out_shape, lse_shape, copies, device)
 

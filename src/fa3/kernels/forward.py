@@ -1,14 +1,15 @@
 """The forward kernel: out = softmax(softmax_scale * Q K^T + mask) V, and its log-sum-exp.
 
-One block computes ``tile_m`` query rows of one head; each consumer warpgroup owns 64 of them. A producer
-warp brings Q once and then K and V tile by tile through TMA into a ring of stages; the consumers multiply
-by WGMMA and do the online softmax in registers. Key tiles run from the last one a row can see down to the
-first, so that the tiles a mask cuts come first and the rest of the loop carries no masking code.
+Blocks are persistent: each takes one tile of ``tile_m`` query rows of one head after the other, and each of its
+consumer warpgroups owns 64 rows. A producer warp brings Q once for each tile and K and V tile by tile through
+TMA into a ring of stages, running ahead into the next tile while the consumers finish theirs; the consumers
+multiply by WGMMA and do the online softmax in registers. Key tiles run from the last one that a row can see
+down to the first, so that those which a mask cuts come first and the rest of the loop has no masking code.
 
 Three switches of the spec say how the work overlaps. ``warp_specialized``: loads are issued by a warp that
 does nothing else; off, warp 0 of the first consumer warpgroup issues them between its products.
 ``pingpong``: the warpgroups take turns at issuing their products, so that one's softmax runs under the
-other's products. ``overlap``: inside a warpgroup, the scores of tile j+1 are waited for while the PV
+others' products. ``overlap``: inside a warpgroup, the scores of tile j+1 are waited for while the PV
 product of tile j still runs, and the softmax of j+1 runs under it.
 
 Reference: FlashAttention-3, Shah et al. 2024, https://arxiv.org/abs/2407.08608, algorithms 1 and 2.
@@ -45,26 +46,40 @@ DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16}
 ALIGNMENT_ELEMENTS = 8
 
 
+class Sizes(NamedTuple):
+    """Sizes of the launch, the same for every block."""
+
+    batch: Int32
+    seqlen_q: Int32
+    seqlen_k: Int32
+    heads_q: Int32
+    heads_per_group: Int32
+    m_blocks: Int32
+    section: Int32
+    tiles: Int32
+    blocks: Int32
+
+
 class Work(NamedTuple):
-    """The tile of the output that a block computes."""
+    """One tile of the output: where it is, and how far the rings of stages had come when it began."""
 
     first_row: Int32
     head: Int32
     batch_index: Int32
-    heads_q: Int32
-    seqlen_q: Int32
-    seqlen_k: Int32
     key_tiles: Int32
+    #: Tiles that this block has worked on before, and the key tiles that went through the stages for them.
+    index: Int32
+    position: Int32
 
 
 class Load(NamedTuple):
-    """TMA copies of tiles into stages, and the stages' barriers."""
+    """TMA copies of tiles into stages: (bytes, stage) and (bytes, tile, head, batch), and the stages' barriers."""
 
     tma: cute.CopyAtom
     target: cute.Tensor
     source: cute.Tensor
     full: cute.Pointer
-    empty: cute.Pointer | None
+    empty: cute.Pointer
     bytes: int
 
 
@@ -84,6 +99,17 @@ class Shared(NamedTuple):
     k: cute.Tensor
     v: cute.Tensor
     out: cute.Tensor
+
+
+class Operands(NamedTuple):
+    """What a consumer warpgroup multiplies: descriptors of tiles in shared memory, and registers."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    p: cute.Tensor
+    scores: cute.Tensor
+    output: cute.Tensor
 
 
 class ForwardKernel:
@@ -129,12 +155,13 @@ class ForwardKernel:
         out_head_stride: Int64,
         softmax_scale: Float32,
         section: Int32,
+        blocks: Int32,
     ):
         """Build the TMA descriptors and launch.
 
         The first five arguments are device addresses; ``lse`` may be 0, then it is not written. Strides
         are in elements and must be multiples of 8, addresses of 16 bytes. ``section`` is explained at
-        ``tiles.tile_of_block``.
+        ``tiles.place_of_tile``; ``blocks`` is the number of thread blocks.
         """
         q_view = self.global_tensor(
             q, (seqlen_q, head_dim, heads_q, batch), q_row_stride, q_head_stride, q_batch_stride
@@ -172,6 +199,17 @@ class ForwardKernel:
         )
 
         m_blocks = (seqlen_q + self.tile_m - 1) // self.tile_m
+        sizes = Sizes(
+            batch,
+            seqlen_q,
+            seqlen_k,
+            heads_q,
+            heads_q // heads_kv,
+            m_blocks,
+            section,
+            m_blocks * heads_q * batch,
+            blocks,
+        )
         self.kernel(
             q_tma,
             q_tensor,
@@ -186,16 +224,10 @@ class ForwardKernel:
             k_smem,
             v_smem,
             out_smem,
-            batch,
-            seqlen_q,
-            seqlen_k,
-            heads_q,
-            heads_q // heads_kv,
-            m_blocks,
-            section,
+            sizes,
             softmax_scale,
         ).launch(
-            grid=[m_blocks * heads_q * batch, 1, 1],
+            grid=[blocks, 1, 1],
             block=[self.spec.threads, 1, 1],
             stream=stream,
             # Without this the compiler drops the register reallocation.
@@ -254,45 +286,45 @@ class ForwardKernel:
         k_smem: cute.ComposedLayout,
         v_smem: cute.ComposedLayout,
         out_smem: cute.ComposedLayout,
-        batch: Int32,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
-        heads_q: Int32,
-        heads_per_group: Int32,
-        m_blocks: Int32,
-        section: Int32,
+        sizes: Sizes,
         softmax_scale: Float32,
     ):
         spec = self.spec
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         group_index = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-        block, _, _ = cute.arch.block_idx()
 
         if warp_index == 0:
             for atom in (q_tma, k_tma, v_tma, out_tma):
                 cpasync.prefetch_descriptor(atom)
 
+        q_elements, out_elements = cute.cosize(q_smem), cute.cosize(out_smem)
+        if const_expr(not spec.out_has_own_tile):
+            q_elements, out_elements = max(q_elements, out_elements), 0
+
         @cute.struct
         class SharedStorage:
             q_full: cute.struct.MemRange[Int64, self.groups]
+            q_empty: cute.struct.MemRange[Int64, self.groups]
             k_full: cute.struct.MemRange[Int64, self.stages]
             k_empty: cute.struct.MemRange[Int64, self.stages]
             v_full: cute.struct.MemRange[Int64, self.stages]
             v_empty: cute.struct.MemRange[Int64, self.stages]
-            # The out tile of a warpgroup takes the place of its q tile, which only it has read.
-            q: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, max(cute.cosize(q_smem), cute.cosize(out_smem))], 1024
-            ]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, q_elements], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_smem)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_smem)], 1024]
+            out: cute.struct.Align[cute.struct.MemRange[self.dtype, out_elements], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(SharedStorage)
-        s_q = storage.q.get_tensor(q_smem.outer, swizzle=q_smem.inner)
-        s_k = storage.k.get_tensor(k_smem.outer, swizzle=k_smem.inner)
-        s_v = storage.v.get_tensor(v_smem.outer, swizzle=v_smem.inner)
-        s_out = storage.q.get_tensor(out_smem.outer, swizzle=out_smem.inner)
-        q_full = storage.q_full.data_ptr()
+        # Without a tile of its own, the out tile of a warpgroup takes the place of its q tile.
+        out_storage = storage.out if const_expr(spec.out_has_own_tile) else storage.q
+        shared = Shared(
+            storage.q.get_tensor(q_smem.outer, swizzle=q_smem.inner),
+            storage.k.get_tensor(k_smem.outer, swizzle=k_smem.inner),
+            storage.v.get_tensor(v_smem.outer, swizzle=v_smem.inner),
+            out_storage.get_tensor(out_smem.outer, swizzle=out_smem.inner),
+        )
+        q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
         k_full, k_empty = storage.k_full.data_ptr(), storage.k_empty.data_ptr()
         v_full, v_empty = storage.v_full.data_ptr(), storage.v_empty.data_ptr()
 
@@ -300,6 +332,9 @@ class ForwardKernel:
             with cute.arch.elect_one():
                 for g in cutlass.range_constexpr(self.groups):
                     cute.arch.mbarrier_init(q_full + g, 1)
+                    # The four warps that read it release a q tile; but one that out takes the place of is
+                    # free only when the out tile has left, and the warp that sent that says so.
+                    cute.arch.mbarrier_init(q_empty + g, 4 if spec.out_has_own_tile else 1)
                 for s in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(k_full + s, 1)
                     cute.arch.mbarrier_init(v_full + s, 1)
@@ -309,47 +344,48 @@ class ForwardKernel:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        m_block, head, batch_index = tiles.tile_of_block(
-            block, m_blocks, heads_q, batch, section, longest_first=self.causal
-        )
-        first_row = m_block * self.tile_m
-        last_row = cutlass.min(first_row + self.tile_m, seqlen_q) - 1
-        key_tiles = mask.key_tiles(last_row, seqlen_q, seqlen_k, self.tile_n, self.causal)
-
-        head_kv = head // heads_per_group
-        work = Work(first_row, head, batch_index, heads_q, seqlen_q, seqlen_k, key_tiles)
-
-        q_tiles = cute.local_tile(q_tensor[None, None, head, batch_index], (WGMMA_ROWS, self.head_dim), (None, 0))
-        k_tiles = cute.local_tile(k_tensor[None, None, head_kv, batch_index], (self.tile_n, self.head_dim), (None, 0))
-        v_tiles = cute.local_tile(v_tensor[None, None, head_kv, batch_index], (self.head_dim_v, self.tile_n), (0, None))
-        out_tiles = cute.local_tile(out_tensor[None, None, head, batch_index], (WGMMA_ROWS, self.head_dim_v), (None, 0))
-        load_q = Load(q_tma, *self.partition_copy(q_tma, s_q, q_tiles), q_full, None, self.tile_bytes(q_smem))
-        load_k = Load(k_tma, *self.partition_copy(k_tma, s_k, k_tiles), k_full, k_empty, self.tile_bytes(k_smem))
-        load_v = Load(v_tma, *self.partition_copy(v_tma, s_v, v_tiles), v_full, v_empty, self.tile_bytes(v_smem))
-        store_out = Store(out_tma, *self.partition_copy(out_tma, s_out, out_tiles), lse)
-        shared = Shared(s_q, s_k, s_v, s_out)
+        # Tiles of the global tensors: (rows, columns, tile, head, batch).
+        q_tiles = cute.local_tile(q_tensor, (WGMMA_ROWS, self.head_dim), (None, 0, None, None))
+        k_tiles = cute.local_tile(k_tensor, (self.tile_n, self.head_dim), (None, 0, None, None))
+        v_tiles = cute.local_tile(v_tensor, (self.head_dim_v, self.tile_n), (0, None, None, None))
+        out_tiles = cute.local_tile(out_tensor, (WGMMA_ROWS, self.head_dim_v), (None, 0, None, None))
+        load_q = Load(q_tma, *self.partition_copy(q_tma, shared.q, q_tiles), q_full, q_empty, self.tile_bytes(q_smem))
+        load_k = Load(k_tma, *self.partition_copy(k_tma, shared.k, k_tiles), k_full, k_empty, self.tile_bytes(k_smem))
+        load_v = Load(v_tma, *self.partition_copy(v_tma, shared.v, v_tiles), v_full, v_empty, self.tile_bytes(v_smem))
+        store_out = Store(out_tma, *self.partition_copy(out_tma, shared.out, out_tiles), lse)
 
         if const_expr(spec.warp_specialized):
             producer_registers, consumer_registers = REGISTERS[self.groups]
             if group_index == 0:
                 cute.arch.setmaxregister_decrease(producer_registers)
-                if warp_index == 0 and key_tiles > 0:
-                    self.load(work, load_q, load_k, load_v)
+                if warp_index == 0:
+                    self.load(sizes, load_q, load_k, load_v)
             else:
                 cute.arch.setmaxregister_increase(consumer_registers)
                 self.attend(
-                    group_index - 1, thread - WARPGROUP_THREADS, work, load_q, load_k, load_v, shared, store_out,
+                    sizes, group_index - 1, thread - WARPGROUP_THREADS, load_q, load_k, load_v, shared, store_out,
                     softmax_scale,
                 )  # fmt: skip
         else:
-            self.attend(group_index, thread, work, load_q, load_k, load_v, shared, store_out, softmax_scale)
+            self.attend(sizes, group_index, thread, load_q, load_k, load_v, shared, store_out, softmax_scale)
+
+    @cute.jit
+    def work_of(self, sizes: Sizes, tile: Int32, index: Int32, position: Int32) -> Work:
+        """Describe a tile of the output."""
+        m_block, head, batch_index = tiles.place_of_tile(
+            tile, sizes.m_blocks, sizes.heads_q, sizes.batch, sizes.section, longest_first=self.causal
+        )
+        first_row = m_block * self.tile_m
+        last_row = cutlass.min(first_row + self.tile_m, sizes.seqlen_q) - 1
+        key_tiles = mask.key_tiles(last_row, sizes.seqlen_q, sizes.seqlen_k, self.tile_n, self.causal)
+        return Work(first_row, head, batch_index, key_tiles, index, position)
 
     # ---- producer
 
     def partition_copy(
         self, tma: cute.CopyAtom, in_shared: cute.Tensor, in_global: cute.Tensor
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """(bytes of a tile, stage) and (bytes of a tile, tile) views for a TMA copy between the two."""
+        """(bytes of a tile, stage) and (bytes of a tile, tile, head, batch) views for a TMA copy between the two."""
         return cpasync.tma_partition(
             tma, 0, cute.make_layout(1), cute.group_modes(in_shared, 0, 2), cute.group_modes(in_global, 0, 2)
         )
@@ -359,61 +395,77 @@ class ForwardKernel:
         return cute.size_in_bytes(self.dtype, cute.select(smem, mode=[0, 1]))
 
     @cute.jit
-    def issue_load(self, load: Load, stage: Int32, tile: Int32):
+    def issue_load(self, load: Load, stage: Int32, tile: Int32, head: Int32, batch_index: Int32):
         """Start the copy of a tile into a stage; called by one whole warp."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(load.full + stage, load.bytes)
-        cute.copy(load.tma, load.source[None, tile], load.target[None, stage], tma_bar_ptr=load.full + stage)
+        source = load.source[None, tile, head, batch_index]
+        cute.copy(load.tma, source, load.target[None, stage], tma_bar_ptr=load.full + stage)
 
     @cute.jit
     def load_q_tiles(self, work: Work, load: Load):
-        """Start the copies of the q tiles of all warpgroups."""
+        """Bring the q tile of each warpgroup as soon as it has done with the one before."""
         for g in cutlass.range_constexpr(self.groups):
-            self.issue_load(load, g, work.first_row // WGMMA_ROWS + g)
+            barriers.wait_empty(load.empty + g, work.index, 1)
+            self.issue_load(load, g, work.first_row // WGMMA_ROWS + g, work.head, work.batch_index)
 
     @cute.jit
-    def load_step(self, work: Work, load: Load, step: Int32):
-        """Wait until the stage of ``step`` is free, then start the copy of its key tile."""
-        barriers.wait_empty(load.empty, step, self.stages)
-        self.issue_load(load, step % self.stages, work.key_tiles - 1 - step)
+    def load_step(self, sizes: Sizes, work: Work, load: Load, step: Int32):
+        """Bring the key tile of ``step`` as soon as its stage is free."""
+        position = work.position + step
+        barriers.wait_empty(load.empty, position, self.stages)
+        head_kv = work.head // sizes.heads_per_group
+        self.issue_load(
+            load, barriers.stage_of(position, self.stages), work.key_tiles - 1 - step, head_kv, work.batch_index
+        )
 
     @cute.jit
-    def load(self, work: Work, load_q: Load, load_k: Load, load_v: Load):
-        """The producer warp: q once, then K and V in the order in which the consumers ask for them."""
-        self.load_q_tiles(work, load_q)
-        self.load_step(work, load_k, Int32(0))
-        for step in cutlass.range(1, work.key_tiles, unroll=1):
-            self.load_step(work, load_k, step)
-            self.load_step(work, load_v, step - 1)
-        self.load_step(work, load_v, work.key_tiles - 1)
+    def load(self, sizes: Sizes, load_q: Load, load_k: Load, load_v: Load):
+        """The producer warp: Q once for each tile, K and V in the order in which the consumers ask for them."""
+        block, _, _ = cute.arch.block_idx()
+        position = Int32(0)
+        for index in cutlass.range(tiles.rounds(sizes.tiles, sizes.blocks), unroll=1):
+            tile = tiles.tile_of_round(index, block, sizes.blocks)
+            if tile < sizes.tiles:
+                work = self.work_of(sizes, tile, index, position)
+                # K first: its stage is free before the consumers have done with the q tiles.
+                if work.key_tiles > 0:
+                    self.load_step(sizes, work, load_k, Int32(0))
+                self.load_q_tiles(work, load_q)
+                for step in cutlass.range(1, work.key_tiles, unroll=1):
+                    self.load_step(sizes, work, load_k, step)
+                    self.load_step(sizes, work, load_v, step - 1)
+                if work.key_tiles > 0:
+                    self.load_step(sizes, work, load_v, work.key_tiles - 1)
+                position += work.key_tiles
 
     @cute.jit
-    def load_first_steps(self, work: Work, load_q: Load, load_k: Load, load_v: Load):
-        """Without a producer warp: fill every stage before the main loop."""
+    def load_first_steps(self, sizes: Sizes, work: Work, load_q: Load, load_k: Load, load_v: Load):
+        """Without a producer warp: bring Q and fill the stages before the main loop of a tile."""
         self.load_q_tiles(work, load_q)
         for step in cutlass.range_constexpr(self.stages):
             if step < work.key_tiles:
-                self.load_step(work, load_k, Int32(step))
-                self.load_step(work, load_v, Int32(step))
+                self.load_step(sizes, work, load_k, Int32(step))
+                self.load_step(sizes, work, load_v, Int32(step))
 
     @cute.jit
-    def load_next_step(self, work: Work, load_k: Load, load_v: Load, step: Int32):
-        """Without a producer warp: before ``step``, refill the stages that all warpgroups left in the step before."""
+    def load_next_step(self, sizes: Sizes, work: Work, load_k: Load, load_v: Load, step: Int32):
+        """Without a producer warp: refill the stages that all warpgroups left in the step before ``step``."""
         next_k = step - 1 + self.stages
-        if next_k < work.key_tiles:
-            self.load_step(work, load_k, next_k)
+        if step >= 1 and next_k < work.key_tiles:
+            self.load_step(sizes, work, load_k, next_k)
         next_v = step - 2 + self.stages
         if step >= 2 and next_v < work.key_tiles:
-            self.load_step(work, load_v, next_v)
+            self.load_step(sizes, work, load_v, next_v)
 
     # ---- consumers
 
     @cute.jit
     def attend(
         self,
+        sizes: Sizes,
         group: Int32,
         thread: Int32,
-        work: Work,
         load_q: Load,
         load_k: Load,
         load_v: Load,
@@ -421,112 +473,193 @@ class ForwardKernel:
         store_out: Store,
         softmax_scale: Float32,
     ):
-        """One consumer warpgroup: 64 query rows against all their keys."""
+        """One consumer warpgroup: its 64 rows of each tile of the block."""
+        block, _, _ = cute.arch.block_idx()
         lane = thread % 32
         warp_in_group = cute.arch.make_warp_uniform(thread // 32) % 4
-        group_row = work.first_row + WGMMA_ROWS * group
-        thread_row = group_row + layout.first_row(warp_in_group, lane)
         loader_warp = False if const_expr(self.spec.warp_specialized) else thread < 32
 
         qk_mma, pv_mma = self.qk_mma(), self.pv_mma()
         qk_slice, pv_slice = qk_mma.get_slice(0), pv_mma.get_slice(0)
-        q_operand = qk_mma.make_fragment_A(qk_slice.partition_A(shared.q[None, None, group]))
-        k_operand = qk_mma.make_fragment_B(qk_slice.partition_B(shared.k))
-        v_operand = pv_mma.make_fragment_B(pv_slice.partition_B(shared.v))
-        scores = cute.make_rmem_tensor(qk_mma.partition_shape_C((WGMMA_ROWS, self.tile_n)), Float32)
-        output = cute.make_rmem_tensor(pv_mma.partition_shape_C((WGMMA_ROWS, self.head_dim_v)), Float32)
-        p_operand = layout.make_probability_operand(self.tile_n, self.dtype)
+        operands = Operands(
+            qk_mma.make_fragment_A(qk_slice.partition_A(shared.q[None, None, group])),
+            qk_mma.make_fragment_B(qk_slice.partition_B(shared.k)),
+            pv_mma.make_fragment_B(pv_slice.partition_B(shared.v)),
+            layout.make_probability_operand(self.tile_n, self.dtype),
+            cute.make_rmem_tensor(qk_mma.partition_shape_C((WGMMA_ROWS, self.tile_n)), Float32),
+            cute.make_rmem_tensor(pv_mma.partition_shape_C((WGMMA_ROWS, self.head_dim_v)), Float32),
+        )
+        state = softmax.State.make(softmax_scale * softmax.LOG2_E)
 
-        output.fill(0.0)
-        state = softmax.State.fresh(softmax_scale * softmax.LOG2_E)
+        if const_expr(self.spec.pingpong):
+            # The last group lets group 0 begin; the grant left over at the end is never taken.
+            if group == self.groups - 1:
+                self.give_turn(group)
 
-        if work.key_tiles > 0:
-            if const_expr(not self.spec.warp_specialized):
-                if loader_warp:
-                    self.load_first_steps(work, load_q, load_k, load_v)
-            if const_expr(self.spec.pingpong):
-                # The last group lets group 0 begin; the grant left over at the end is never taken.
-                if group == self.groups - 1:
-                    self.give_turn(group)
+        position = Int32(0)
+        for index in cutlass.range(tiles.rounds(sizes.tiles, sizes.blocks), unroll=1):
+            tile = tiles.tile_of_round(index, block, sizes.blocks)
+            if tile < sizes.tiles:
+                work = self.work_of(sizes, tile, index, position)
+                operands.output.fill(0.0)
+                state.reset()
+                if const_expr(not self.spec.warp_specialized):
+                    if loader_warp:
+                        self.load_first_steps(sizes, work, load_q, load_k, load_v)
+                self.attend_tile(
+                    sizes, work, group, warp_in_group, lane, loader_warp, load_q, load_k, load_v, operands, state
+                )
+                self.store(sizes, work, group, warp_in_group, lane, load_q, shared, store_out, operands.output, state)
+                position += work.key_tiles
+        # Shared memory must live until TMA has read the last out tile.
+        if warp_in_group == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-            cute.arch.mbarrier_wait(load_q.full + group, 0)
-            barriers.wait_full(load_k.full, Int32(0), self.stages)
-            self.multiply(self.qk_mma(), scores, q_operand, k_operand, Int32(0), accumulate=False)
-            warpgroup.wait_group(0)
-            barriers.release(load_k.empty, Int32(0), self.stages)
-            self.softmax_step(scores, state, work, thread_row, lane, Int32(0), masked=True)
-            self.convert(scores, p_operand)
+    @cute.jit
+    def attend_tile(
+        self,
+        sizes: Sizes,
+        work: Work,
+        group: Int32,
+        warp_in_group: Int32,
+        lane: Int32,
+        loader_warp: Any,
+        load_q: Load,
+        load_k: Load,
+        load_v: Load,
+        operands: Operands,
+        state: softmax.State,
+    ):
+        """The main loop over the key tiles of one tile of the output."""
+        group_row = work.first_row + WGMMA_ROWS * group
+        thread_row = group_row + layout.first_row(warp_in_group, lane)
+        barriers.wait_full(load_q.full + group, work.index, 1)
 
+        # The first key tiles may be of no use to this group: its rows end above those of the others.
+        last_row = cutlass.min(group_row + WGMMA_ROWS, sizes.seqlen_q) - 1
+        own_tiles = mask.key_tiles(last_row, sizes.seqlen_q, sizes.seqlen_k, self.tile_n, self.causal)
+        first = work.key_tiles - own_tiles if group_row < sizes.seqlen_q else work.key_tiles
+        for step in cutlass.range(0, first, unroll=1):
+            self.skip_step(sizes, work, step, group, loader_warp, load_k, load_v)
+
+        if first < work.key_tiles:
+            self.first_step(sizes, work, first, group, thread_row, lane, loader_warp, load_k, load_v, operands, state)
             # Steps before ``first_whole`` need masking: their key tile has a key that a row does not see.
-            first_whole = Int32(1)
+            first_whole = first + 1
             if const_expr(self.causal):
-                whole_tiles = mask.whole_key_tiles(group_row, work.seqlen_q, work.seqlen_k, self.tile_n, self.causal)
-                first_whole = cutlass.max(work.key_tiles - whole_tiles, 1)
-                for step in cutlass.range(1, cutlass.min(first_whole, work.key_tiles), unroll=1):
+                whole_tiles = mask.whole_key_tiles(group_row, sizes.seqlen_q, sizes.seqlen_k, self.tile_n, self.causal)
+                first_whole = cutlass.max(work.key_tiles - whole_tiles, first + 1)
+                for step in cutlass.range(first + 1, cutlass.min(first_whole, work.key_tiles), unroll=1):
                     self.step(
-                        step, True, group, lane, thread_row, loader_warp, work, load_k, load_v,
-                        q_operand, k_operand, v_operand, p_operand, scores, output, state,
-                    )  # fmt: skip
+                        sizes, work, step, True, group, thread_row, lane, loader_warp, load_k, load_v, operands, state
+                    )
             for step in cutlass.range(first_whole, work.key_tiles, unroll=1):
                 self.step(
-                    step, False, group, lane, thread_row, loader_warp, work, load_k, load_v,
-                    q_operand, k_operand, v_operand, p_operand, scores, output, state,
-                )  # fmt: skip
+                    sizes, work, step, False, group, thread_row, lane, loader_warp, load_k, load_v, operands, state
+                )
+            if const_expr(self.spec.out_has_own_tile):
+                barriers.release(load_q.empty + group, work.index, 1)
 
-            last = work.key_tiles - 1
+            last = work.position + work.key_tiles - 1
             barriers.wait_full(load_v.full, last, self.stages)
-            self.multiply(self.pv_mma(), output, p_operand, v_operand, last, accumulate=True)
+            self.multiply(self.pv_mma(), operands.output, operands.p, operands.v, last, accumulate=True)
             warpgroup.wait_group(0)
+            barriers.release(load_v.empty, last, self.stages)
+        elif const_expr(self.spec.out_has_own_tile):
+            barriers.release(load_q.empty + group, work.index, 1)
 
-        self.store(group, thread % WARPGROUP_THREADS, thread_row, work, shared, store_out, output, state,
-                   softmax_scale)  # fmt: skip
+    @cute.jit
+    def skip_step(
+        self, sizes: Sizes, work: Work, step: Int32, group: Int32, loader_warp: Any, load_k: Load, load_v: Load
+    ):
+        """A step whose keys this group does not see: let the tiles and the turn pass."""
+        if const_expr(not self.spec.warp_specialized):
+            if loader_warp:
+                self.load_next_step(sizes, work, load_k, load_v, step)
+        position = work.position + step
+        barriers.wait_full(load_k.full, position, self.stages)
+        barriers.release(load_k.empty, position, self.stages)
+        if const_expr(self.spec.pingpong):
+            self.take_turn(group)
+            self.give_turn(group)
+        barriers.wait_full(load_v.full, position, self.stages)
+        barriers.release(load_v.empty, position, self.stages)
+
+    @cute.jit
+    def first_step(
+        self,
+        sizes: Sizes,
+        work: Work,
+        step: Int32,
+        group: Int32,
+        thread_row: Int32,
+        lane: Int32,
+        loader_warp: Any,
+        load_k: Load,
+        load_v: Load,
+        operands: Operands,
+        state: softmax.State,
+    ):
+        """Scores of the group's first key tile; there is no PV product yet to run beside them."""
+        if const_expr(not self.spec.warp_specialized):
+            if loader_warp:
+                self.load_next_step(sizes, work, load_k, load_v, step)
+        position = work.position + step
+        barriers.wait_full(load_k.full, position, self.stages)
+        if const_expr(self.spec.pingpong):
+            self.take_turn(group)
+        self.multiply(self.qk_mma(), operands.scores, operands.q, operands.k, position, accumulate=False)
+        if const_expr(self.spec.pingpong):
+            self.give_turn(group)
+        warpgroup.wait_group(0)
+        barriers.release(load_k.empty, position, self.stages)
+        # The output is still zero, so the references may move without a rescale.
+        self.softmax_step(sizes, work, operands.scores, state, thread_row, lane, step, masked=True)
+        self.convert(operands.scores, operands.p)
 
     @cute.jit
     def step(
         self,
+        sizes: Sizes,
+        work: Work,
         step: Int32,
         masked: cutlass.Constexpr,
         group: Int32,
-        lane: Int32,
         thread_row: Int32,
+        lane: Int32,
         loader_warp: Any,
-        work: Work,
         load_k: Load,
         load_v: Load,
-        q_operand: cute.Tensor,
-        k_operand: cute.Tensor,
-        v_operand: cute.Tensor,
-        p_operand: cute.Tensor,
-        scores: cute.Tensor,
-        output: cute.Tensor,
+        operands: Operands,
         state: softmax.State,
     ):
         """Scores of this step's key tile, and the PV product of the step before."""
         if const_expr(not self.spec.warp_specialized):
             if loader_warp:
-                self.load_next_step(work, load_k, load_v, step)
+                self.load_next_step(sizes, work, load_k, load_v, step)
 
-        barriers.wait_full(load_k.full, step, self.stages)
+        position = work.position + step
+        barriers.wait_full(load_k.full, position, self.stages)
         if const_expr(self.spec.pingpong):
-            cute.arch.barrier(barrier_id=NamedBarrier.TURN + group, number_of_threads=2 * WARPGROUP_THREADS)
-        self.multiply(self.qk_mma(), scores, q_operand, k_operand, step, accumulate=False)
-        barriers.wait_full(load_v.full, step - 1, self.stages)
-        self.multiply(self.pv_mma(), output, p_operand, v_operand, step - 1, accumulate=True)
+            self.take_turn(group)
+        self.multiply(self.qk_mma(), operands.scores, operands.q, operands.k, position, accumulate=False)
+        barriers.wait_full(load_v.full, position - 1, self.stages)
+        self.multiply(self.pv_mma(), operands.output, operands.p, operands.v, position - 1, accumulate=True)
         if const_expr(self.spec.pingpong):
             self.give_turn(group)
 
         # With overlap only the scores are waited for: PV runs on under the softmax.
         warpgroup.wait_group(1 if const_expr(self.spec.overlap) else 0)
-        barriers.release(load_k.empty, step, self.stages)
-        moved = self.softmax_step(scores, state, work, thread_row, lane, step, masked)
+        barriers.release(load_k.empty, position, self.stages)
+        moved = self.softmax_step(sizes, work, operands.scores, state, thread_row, lane, step, masked)
 
         if const_expr(self.spec.overlap):
             ptx.keep_before_here(state.total[0] + state.total[1])
         warpgroup.wait_group(0)
-        barriers.release(load_v.empty, step - 1, self.stages)
+        barriers.release(load_v.empty, position - 1, self.stages)
         if moved:
-            softmax.scale_rows(layout.rows_and_columns(output), state.factor)
-        self.convert(scores, p_operand)
+            softmax.scale_rows(layout.rows_and_columns(operands.output), state.factor)
+        self.convert(operands.scores, operands.p)
 
     @cute.jit
     def multiply(
@@ -535,17 +668,22 @@ class ForwardKernel:
         accumulator: cute.Tensor,
         a: cute.Tensor,
         b: cute.Tensor,
-        step: Int32,
+        position: Int32,
         accumulate: cutlass.Constexpr,
     ):
-        """Issue accumulator (+)= A B with B in the stage of ``step``, as one group of WGMMAs."""
-        stage = step % self.stages
+        """Issue accumulator (+)= A B with B in the stage of ``position``, as one group of WGMMAs."""
+        stage = barriers.stage_of(position, self.stages)
         warpgroup.fence()
         mma.set(warpgroup.Field.ACCUMULATE, accumulate)
         for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
             cute.gemm(mma, accumulator, a[None, None, k], b[None, None, k, stage], accumulator)
             mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
+
+    @cute.jit
+    def take_turn(self, group: Int32):
+        """Wait until it is this warpgroup's turn to issue its products."""
+        cute.arch.barrier(barrier_id=NamedBarrier.TURN + group, number_of_threads=2 * WARPGROUP_THREADS)
 
     @cute.jit
     def give_turn(self, group: Int32):
@@ -558,9 +696,10 @@ class ForwardKernel:
     @cute.jit
     def softmax_step(
         self,
+        sizes: Sizes,
+        work: Work,
         scores: cute.Tensor,
         state: softmax.State,
-        work: Work,
         thread_row: Int32,
         lane: Int32,
         step: Int32,
@@ -573,7 +712,7 @@ class ForwardKernel:
         view = layout.rows_and_columns(scores)
         if const_expr(masked):
             first_key = (work.key_tiles - 1 - step) * self.tile_n + layout.first_column(lane)
-            mask.mask_scores(view, thread_row, first_key, work.seqlen_q, work.seqlen_k, self.causal)
+            mask.mask_scores(view, thread_row, first_key, sizes.seqlen_q, sizes.seqlen_k, self.causal)
         moved = state.must_move(view)
         if moved:
             state.move(view, self.spec.rescale_threshold)
@@ -593,42 +732,55 @@ class ForwardKernel:
     @cute.jit
     def store(
         self,
-        group: Int32,
-        thread_in_group: Int32,
-        thread_row: Int32,
+        sizes: Sizes,
         work: Work,
+        group: Int32,
+        warp_in_group: Int32,
+        lane: Int32,
+        load_q: Load,
         shared: Shared,
         store_out: Store,
         output: cute.Tensor,
         state: softmax.State,
-        softmax_scale: Float32,
     ):
         """Normalize, write LSE, and send the out tile through shared memory."""
         state.normalize(layout.rows_and_columns(output))
         if store_out.lse != 0:
-            if thread_in_group % 4 == 0:
+            if lane % 4 == 0:
                 pointer = cute.make_ptr(Float32, store_out.lse, cute.AddressSpace.gmem, assumed_align=4)
-                first = (Int64(work.batch_index) * work.heads_q + work.head) * work.seqlen_q
-                row_lse = cute.make_tensor(pointer + first, cute.make_layout(work.seqlen_q))
+                first = (Int64(work.batch_index) * sizes.heads_q + work.head) * sizes.seqlen_q
+                row_lse = cute.make_tensor(pointer + first, cute.make_layout(sizes.seqlen_q))
+                thread_row = work.first_row + WGMMA_ROWS * group + layout.first_row(warp_in_group, lane)
                 for r in cutlass.range_constexpr(layout.ROWS_PER_THREAD):
                     row = thread_row + 8 * r
-                    if row < work.seqlen_q:
+                    if row < sizes.seqlen_q:
                         row_lse[row] = state.log_sum_exp(r)
 
         rounded = cute.make_rmem_tensor(output.layout, self.dtype)
         self.convert(output, rounded)
+        # TMA must have read the out tile before.
+        if warp_in_group == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self.sync_group(group)
         copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), self.pv_mma())
-        copy_slice = copy.get_slice(thread_in_group)
+        copy_slice = copy.get_slice(32 * warp_in_group + lane)
         cute.copy(copy, copy_slice.retile(rounded), copy_slice.partition_D(shared.out[None, None, group]))
         # Ordinary writes must be visible to TMA before the thread that issues the store goes on.
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=NamedBarrier.STORE + group, number_of_threads=WARPGROUP_THREADS)
-        if thread_in_group < 32:
+        self.sync_group(group)
+        if warp_in_group == 0:
             tile = work.first_row // WGMMA_ROWS + group
-            cute.copy(store_out.tma, store_out.source[None, group], store_out.target[None, tile])
-            # Shared memory must live until TMA has read it.
+            target = store_out.target[None, tile, work.head, work.batch_index]
+            cute.copy(store_out.tma, store_out.source[None, group], target)
             cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            if const_expr(not self.spec.out_has_own_tile):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                barriers.release(load_q.empty + group, work.index, 1)
+
+    @cute.jit
+    def sync_group(self, group: Int32):
+        """Wait for all threads of this warpgroup."""
+        cute.arch.barrier(barrier_id=NamedBarrier.STORE + group, number_of_threads=WARPGROUP_THREADS)
 
 
 def compile_forward(spec: ForwardSpec, options: str) -> Any:
@@ -642,6 +794,7 @@ def compile_forward(spec: ForwardSpec, options: str) -> Any:
         *[Int32(1)] * 7,
         *strides,
         Float32(1.0),
+        Int32(1),
         Int32(1),
         options=options,
     )

@@ -4,7 +4,7 @@ from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Uint32
 
 
 class NamedBarrier(IntEnum):
@@ -16,31 +16,33 @@ class NamedBarrier(IntEnum):
     STORE = 5
 
 
-def stage_and_phase(step: Int32, stages: int) -> tuple[Int32, Int32]:
-    """Stage that step ``step`` of a pipeline uses, and the parity of that stage's round."""
-    return step % stages, (step // stages) % 2
+def stage_of(position: Int32, stages: int) -> Int32:
+    """Stage that the tile at ``position`` of the stream of tiles uses. Unsigned: a signed remainder costs more."""
+    return Int32(Uint32(position) % Uint32(stages))
+
+
+def phase_of(position: Int32, stages: int) -> Int32:
+    """Parity of the round in which that stage is used."""
+    return Int32((Uint32(position) // Uint32(stages)) % Uint32(2))
 
 
 @cute.jit
-def wait_full(barrier: cute.Pointer, step: Int32, stages: cutlass.Constexpr):
-    """Wait until the tile of ``step`` has arrived in its stage."""
-    stage, phase = stage_and_phase(step, stages)
-    cute.arch.mbarrier_wait(barrier + stage, phase)
+def wait_full(barrier: cute.Pointer, position: Int32, stages: cutlass.Constexpr):
+    """Wait until the tile at ``position`` has arrived in its stage."""
+    cute.arch.mbarrier_wait(barrier + stage_of(position, stages), phase_of(position, stages))
 
 
 @cute.jit
-def wait_empty(barrier: cute.Pointer, step: Int32, stages: cutlass.Constexpr):
-    """Wait until every consumer has released the stage that ``step`` is about to fill.
+def wait_empty(barrier: cute.Pointer, position: Int32, stages: cutlass.Constexpr):
+    """Wait until every consumer has released the stage that the tile at ``position`` is about to fill.
 
     The first round finds the barriers fresh; waiting for the opposite parity passes at once.
     """
-    stage, phase = stage_and_phase(step, stages)
-    cute.arch.mbarrier_wait(barrier + stage, 1 - phase)
+    cute.arch.mbarrier_wait(barrier + stage_of(position, stages), 1 - phase_of(position, stages))
 
 
 @cute.jit
-def release(barrier: cute.Pointer, step: Int32, stages: cutlass.Constexpr):
-    """Tell the loader that this warp has read the tile of ``step``."""
-    stage, _ = stage_and_phase(step, stages)
+def release(barrier: cute.Pointer, position: Int32, stages: cutlass.Constexpr):
+    """Tell the loader that this warp has read the tile at ``position``."""
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier + stage)
+        cute.arch.mbarrier_arrive(barrier + stage_of(position, stages))

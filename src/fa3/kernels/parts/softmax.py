@@ -134,16 +134,19 @@ class State(NamedTuple):
     scale_log2: Float32
 
     @staticmethod
-    def fresh(scale_log2: Float32) -> State:
-        """State of rows that have not seen a key: m = -inf, l = 0."""
+    def make(scale_log2: Float32) -> State:
+        """Registers for a state; see ``reset``."""
         reference, offset, total, factor = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(4))
-        limit_bits = cute.make_rmem_tensor(ROWS_PER_THREAD, Int32)
-        reference.fill(-Float32.inf)
-        offset.fill(0.0)
-        limit_bits.fill(LOWEST)
-        total.fill(0.0)
-        factor.fill(1.0)
-        return State(reference, offset, limit_bits, total, factor, scale_log2)
+        return State(reference, offset, cute.make_rmem_tensor(ROWS_PER_THREAD, Int32), total, factor, scale_log2)
+
+    @cute.jit
+    def reset(self):
+        """State of rows that have not seen a key: m = -inf, l = 0."""
+        self.reference.fill(-Float32.inf)
+        self.offset.fill(0.0)
+        self.limit_bits.fill(LOWEST)
+        self.total.fill(0.0)
+        self.factor.fill(1.0)
 
     @cute.jit
     def must_move(self, scores: cute.Tensor) -> Boolean:

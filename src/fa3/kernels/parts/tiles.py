@@ -1,4 +1,4 @@
-"""Which tile of the output a block works on."""
+"""Which tiles of the output a block works on, and where they lie."""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,26 +6,42 @@ from cutlass import Int32, const_expr
 
 
 @cute.jit
-def tile_of_block(
-    block: Int32,
+def rounds(tiles: Int32, blocks: Int32) -> Int32:
+    """Rounds until ``blocks`` blocks have taken all tiles, one each in a round; the last may be partial."""
+    return (tiles + blocks - 1) // blocks
+
+
+@cute.jit
+def tile_of_round(index: Int32, block: Int32, blocks: Int32) -> Int32:
+    """The tile that a block takes in a round; beyond the last tile there is nothing to do.
+
+    Every second round runs backwards, so that with the longest tiles first each block gets about as much.
+    """
+    place = block if (index & 1) == 0 else blocks - 1 - block
+    return index * blocks + place
+
+
+@cute.jit
+def place_of_tile(
+    tile: Int32,
     m_blocks: Int32,
     heads: Int32,
     batch: Int32,
     section: Int32,
     longest_first: cutlass.Constexpr,
 ) -> tuple[Int32, Int32, Int32]:
-    """(query tile, query head, batch index) of a block.
+    """(query tile, query head, batch index) of a tile.
 
     The heads of all batch entries stand in one row, cut into sections of ``section`` heads whose K and V
     fit in L2 together. Sections run one after the other. Inside a section the query tile is the slow index
     and the head the fast one, so that blocks that run at the same time share K and V; the longest tiles,
     which a causal mask puts last, start first.
     """
-    blocks_of_section = m_blocks * section
-    section_index = block // blocks_of_section
+    tiles_of_section = m_blocks * section
+    section_index = tile // tiles_of_section
     first_head = section_index * section
     heads_here = cutlass.min(section, heads * batch - first_head)
-    rest = block - section_index * blocks_of_section
+    rest = tile - section_index * tiles_of_section
     m_block = rest // heads_here
     head = first_head + rest - m_block * heads_here
     if const_expr(longest_first):
