@@ -106,29 +106,42 @@ def accumulator_layout(ours_address: Int64, chip_address: Int64, operand_address
 
 
 @cute.jit
-def tiles_of_blocks(cases_address: Int64, out_address: Int64, count: Int32):
+def places_of_tiles(cases_address: Int64, out_address: Int64, count: Int32):
     """cases (count, 5: m_blocks, heads, batch, section, first line of out) -> out (line, longest first, 3)."""
     cases = table(cases_address, Int32, (count, 5))
     for i in cutlass.range(count, unroll=1):
         m_blocks, heads, batch, section = cases[i, 0], cases[i, 1], cases[i, 2], cases[i, 3]
-        blocks = m_blocks * heads * batch
-        out = table(out_address + Int64(cases[i, 4]) * 24, Int32, (blocks, 2, 3))
-        for block in cutlass.range(blocks, unroll=1):
+        count_here = m_blocks * heads * batch
+        out = table(out_address + Int64(cases[i, 4]) * 24, Int32, (count_here, 2, 3))
+        for tile in cutlass.range(count_here, unroll=1):
             for longest_first in cutlass.range_constexpr(2):
-                tile = tiles.tile_of_block(block, m_blocks, heads, batch, section, longest_first == 1)
+                place = tiles.place_of_tile(tile, m_blocks, heads, batch, section, longest_first == 1)
                 for n in cutlass.range_constexpr(3):
-                    out[block, longest_first, n] = tile[n]
+                    out[tile, longest_first, n] = place[n]
 
 
 @cute.jit
-def ring(out_address: Int64, steps: Int32):
-    """out (depth of the pipeline, step, 2: stage, phase)."""
-    out = table(out_address, Int32, (len(STAGES), steps, 2))
+def tiles_of_rounds(cases_address: Int64, rounds_address: Int64, out_address: Int64, count: Int32, width: Int32):
+    """cases (count, 2: tiles, blocks) -> rounds (count) and out (count, width), whose line holds (round, block)."""
+    cases = table(cases_address, Int32, (count, 2))
+    rounds = table(rounds_address, Int32, (count,))
+    out = table(out_address, Int32, (count, width))
+    for i in cutlass.range(count, unroll=1):
+        blocks = cases[i, 1]
+        rounds[i] = tiles.rounds(cases[i, 0], blocks)
+        for index in cutlass.range(rounds[i], unroll=1):
+            for block in cutlass.range(blocks, unroll=1):
+                out[i, index * blocks + block] = tiles.tile_of_round(index, block, blocks)
+
+
+@cute.jit
+def ring(out_address: Int64, first: Int32, count: Int32):
+    """out (depth of the pipeline, position - first, 2: stage, phase)."""
+    out = table(out_address, Int32, (len(STAGES), count, 2))
     for s in cutlass.range_constexpr(len(STAGES)):
-        for step in cutlass.range(steps, unroll=1):
-            stage, phase = barriers.stage_and_phase(step, STAGES[s])
-            out[s, step, 0] = stage
-            out[s, step, 1] = phase
+        for i in cutlass.range(count, unroll=1):
+            out[s, i, 0] = barriers.stage_of(first + i, STAGES[s])
+            out[s, i, 1] = barriers.phase_of(first + i, STAGES[s])
 
 
 @cute.jit
@@ -238,8 +251,10 @@ def online_softmax(
     largest = table(largest_address, Float32, (count, tile_count, 2))
     scores = layout.rows_and_columns(cute.make_rmem_tensor(2 * ROW_VALUES, Float32))
     output = layout.rows_and_columns(cute.make_rmem_tensor(2 * OUTPUT_VALUES, Float32))
+    state = softmax.State.make(softmax_scale * softmax.LOG2_E)
     for i in cutlass.range(count, unroll=1):
-        state = softmax.State.fresh(softmax_scale * softmax.LOG2_E)
+        # What the case before left must not show.
+        state.reset()
         for r in cutlass.range_constexpr(2):
             for d in cutlass.range_constexpr(OUTPUT_VALUES):
                 output[r, d] = Float32(0.0)

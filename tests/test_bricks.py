@@ -23,7 +23,7 @@ from torch import Tensor  # noqa: E402
 import brick_wrappers as wrappers  # noqa: E402
 from fa3.kernels import forward  # noqa: E402
 from fa3.kernels.parts import layout, softmax  # noqa: E402
-from fa3.kernels.parts.barriers import NamedBarrier, stage_and_phase  # noqa: E402
+from fa3.kernels.parts.barriers import NamedBarrier  # noqa: E402
 
 INF, NAN = math.inf, math.nan
 
@@ -175,7 +175,7 @@ def test_mask_hides_exactly_the_keys_that_a_row_does_not_see():
 
 @functools.cache
 def schedules() -> list[tuple[tuple[int, int, int, int], bool, list[tuple[int, int, int]]]]:
-    """((m_blocks, heads, batch, section), longest first, [(m_block, head, batch index) of each block])."""
+    """((m_blocks, heads, batch, section), longest first, [(m_block, head, batch index) of each tile])."""
     sizes = [
         (m_blocks, heads, batch, section)
         for m_blocks in (1, 2, 5)
@@ -184,19 +184,19 @@ def schedules() -> list[tuple[tuple[int, int, int, int], bool, list[tuple[int, i
         for section in range(1, heads * batch + 3)
     ]
     sizes += [(33, 24, 2, 7), (17, 32, 4, 24), (1, 128, 9, 100)]
-    blocks = [m_blocks * heads * batch for m_blocks, heads, batch, _ in sizes]
-    starts = [0, *itertools.accumulate(blocks)]
+    counts = [m_blocks * heads * batch for m_blocks, heads, batch, _ in sizes]
+    starts = [0, *itertools.accumulate(counts)]
     cases = [(*size, start) for size, start in zip(sizes, starts, strict=False)]
     results = ints(starts[-1], 2, 3)
-    call(wrappers.tiles_of_blocks, torch.tensor(cases, dtype=torch.int32), results, len(cases))
+    call(wrappers.places_of_tiles, torch.tensor(cases, dtype=torch.int32), results, len(cases))
     return [
         (size, bool(order), [tuple(tile) for tile in results[start : start + count, order].tolist()])
-        for size, start, count in zip(sizes, starts, blocks, strict=False)
+        for size, start, count in zip(sizes, starts, counts, strict=False)
         for order in (0, 1)
     ]
 
 
-def test_every_tile_is_the_work_of_exactly_one_block():
+def test_tiles_are_numbered_one_to_one():
     for (m_blocks, heads, batch, section), _, work in schedules():
         every = itertools.product(range(m_blocks), range(heads), range(batch))
         assert sorted(work) == sorted(every), (m_blocks, heads, batch, section)
@@ -232,25 +232,60 @@ def test_heads_that_share_keys_and_values_run_side_by_side(group):
     assert tried >= 10
 
 
+@functools.cache
+def rounds() -> list[tuple[int, int, list[list[int]]]]:
+    """(tiles, blocks, [tile of each block, in each round])."""
+    cases = [(tiles, blocks) for tiles in (1, 2, 3, 131, 132, 133, 264, 1000) for blocks in (1, 2, 3, 131, 132)]
+    count, results = ints(len(cases)), ints(len(cases), 2048)
+    call(wrappers.tiles_of_rounds, torch.tensor(cases, dtype=torch.int32), count, results, len(cases), 2048)
+    return [
+        (tiles, blocks, result[: n * blocks].view(n, blocks).tolist())
+        for (tiles, blocks), n, result in zip(cases, count.tolist(), results, strict=True)
+    ]
+
+
+def test_blocks_take_every_tile_once_in_as_few_rounds_as_possible():
+    for tiles, blocks, taken in rounds():
+        assert len(taken) == math.ceil(tiles / blocks)
+        assert sorted(tile for of_round in taken for tile in of_round if tile < tiles) == list(range(tiles))
+
+
+def test_two_rounds_give_every_block_as_much_as_any_other():
+    tried = 0
+    for tiles, blocks, taken in rounds():
+        # Tiles are numbered longest first, so equal sums of numbers stand for equal work.
+        for first, second in zip(taken[::2], taken[1::2], strict=False):
+            tried += 1
+            assert len({a + b for a, b in zip(first, second, strict=True)}) == 1, (tiles, blocks)
+    assert tried >= 10
+
+
 # barriers -----------------------------------------------------------------------------------------
 
 
-def test_a_step_passes_its_barrier_after_its_own_round_and_not_before():
-    steps = 40
-    results = ints(len(wrappers.STAGES), steps, 2)
-    call(wrappers.ring, results, steps)
-    for stages, of_steps in zip(wrappers.STAGES, results.tolist(), strict=True):
-        # Completed rounds of each stage's barrier; a wait for a parity passes once a round of that parity is
-        # the last completed one.
+def ring(first: int, count: int) -> Tensor:
+    results = ints(len(wrappers.STAGES), count, 2)
+    call(wrappers.ring, results, first, count)
+    return results
+
+
+def test_a_tile_passes_its_barrier_after_its_own_round_and_not_before():
+    for stages, positions in zip(wrappers.STAGES, ring(0, 40).tolist(), strict=True):
+        # Completed rounds of each stage's barrier. A wait for a parity passes when the last completed round,
+        # counted from 0, has that parity; a fresh barrier passes for as odd a round as the one before 0.
         rounds = [0] * stages
-        for step, (stage, phase) in enumerate(of_steps):
-            assert (stage, phase) == stage_and_phase(step, stages)
-            assert stage == step % stages
-            loader_may_fill = rounds[stage] % 2 != 1 - phase
-            assert loader_may_fill, "each earlier tile of the stage has been released"
-            assert rounds[stage] % 2 == phase, "the tile has not arrived"
+        for position, (stage, phase) in enumerate(positions):
+            assert stage == position % stages
+            assert (rounds[stage] - 1) % 2 == 1 - phase, "the loader may fill a stage that has been released"
+            assert (rounds[stage] - 1) % 2 != phase, "a consumer waits as long as the tile has not arrived"
             rounds[stage] += 1
-            assert rounds[stage] % 2 != phase, "the tile has arrived"
+            assert (rounds[stage] - 1) % 2 == phase, "a consumer goes on when the tile has arrived"
+
+
+def test_stages_keep_their_order_beyond_the_signed_integers():
+    first, count = 2**31 - 20, 40
+    for stages, positions in zip(wrappers.STAGES, ring(first, count).tolist(), strict=True):
+        assert positions == [[p % stages, p // stages % 2] for p in range(first, first + count)]
 
 
 def test_named_barriers_of_all_warpgroups_are_distinct_and_exist():
