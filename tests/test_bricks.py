@@ -537,6 +537,16 @@ def test_nan_and_infinity_in_one_row_spoil_that_row_and_no_other(value, row):
     torch.testing.assert_close(spoilt.lse[:, other].double(), spoilt.expected_lse[:, other], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("value", [INF, NAN])
+def test_a_spoilt_tile_of_the_output_leaves_nothing_in_the_next_one(value):
+    scores = random_scores(60)
+    scores[::2] = value
+    result = Result(scores)
+    assert result.out[::2].isnan().all()
+    torch.testing.assert_close(result.out[1::2].double(), result.expected_out[1::2], rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(result.lse[1::2].double(), result.expected_lse[1::2], rtol=2e-5, atol=2e-5)
+
+
 def test_references_stay_within_the_threshold_and_move_beyond_it():
     softmax_scale = 0.5
     # Scores that raise the exponent by this many powers of two over a reference of 3.
