@@ -68,24 +68,47 @@ TILES: dict[tuple[int, bool], tuple[tuple[float, TileChoice], ...]] = {
 RESCALE_THRESHOLD = 8.0
 
 
+#: Part of L2 that K and V may take and still be found there when a block comes back to a head.
+L2_SHARE = 0.5
+
+#: Pairs of a long and a short tile are all equally long, but each block takes whole pairs: at least so full
+#: must the rounds of the blocks be.
+PAIRS_FULLNESS = 0.9
+
+
+@dataclass(frozen=True)
+class Order:
+    """How the tiles of the output are shared out among persistent blocks; see ``kernels/parts/tiles.py``.
+
+    Attributes:
+        section: query heads that run side by side.
+        paired: each block takes a long and a short tile of one head after another.
+        tiles: tiles of the output, the empty places of pairs included.
+        blocks: thread blocks of the launch.
+        reason: why.
+    """
+
+    section: int
+    paired: bool
+    tiles: int
+    blocks: int
+    reason: str
+
+
 @dataclass(frozen=True)
 class Plan:
     """What `plan` decided.
 
     Attributes:
         spec: the kernel.
-        section: heads whose K and V share L2; see ``kernels/parts/tiles.py``.
-        tiles: tiles of the output.
-        grid_blocks: thread blocks of the launch, which take the tiles in turns.
+        order: how its blocks share the tiles.
         reasons: one sentence for each choice.
         flops: floating-point operations of both products, masked parts left out.
         bytes_moved: bytes of q, k, v, out and LSE, each once.
     """
 
     spec: ForwardSpec
-    section: int
-    tiles: int
-    grid_blocks: int
+    order: Order
     reasons: tuple[str, ...]
     flops: float
     bytes_moved: int
@@ -119,20 +142,15 @@ def plan(problem: Problem, device: DeviceFacts) -> Plan:
         raise NotImplementedError(missing)
     choice = tiles_of(problem)
     spec = make_spec(problem.dtype, problem.head_dim, problem.causal, choice)
-    section = heads_of_section(problem)
-    m_blocks = math.ceil(problem.seqlen_q / spec.tile_m)
-    tiles = m_blocks * problem.heads_q * problem.batch
-    grid_blocks = min(tiles, device.sm_count)
+    order = order_of(problem, spec, device)
     reasons = (
         f"tiles of {choice.tile_m} queries x {choice.tile_n} keys in {choice.stages} stages: {choice.reason}",
         f"softmax reference moves by 2**{RESCALE_THRESHOLD:g} or not at all: hardly ever a rescale of the output",
-        f"{tiles} tiles for {grid_blocks} persistent blocks, one on each of {device.sm_count} multiprocessors: "
-        f"{tiles / device.sm_count:.2f} rounds",
-        "longest tiles of all heads first"
-        if problem.causal
-        else f"{section} heads at a time, which share K and V in L2",
+        f"{order.tiles} tiles for {order.blocks} persistent blocks on {device.sm_count} multiprocessors: "
+        f"{order.tiles / device.sm_count:.2f} rounds",
+        order.reason,
     )
-    return Plan(spec, section, tiles, grid_blocks, reasons, flops(problem), bytes_moved(problem))
+    return Plan(spec, order, reasons, flops(problem), bytes_moved(problem))
 
 
 def tiles_of(problem: Problem) -> TileChoice:
@@ -158,14 +176,31 @@ def make_spec(dtype: str, head_dim: int, causal: bool, choice: TileChoice) -> Fo
     )
 
 
-def heads_of_section(problem: Problem) -> int:
-    """How many query heads run side by side.
+def order_of(problem: Problem, spec: ForwardSpec, device: DeviceFacts) -> Order:
+    """Share the tiles out so that all blocks end together and K and V are read from L2.
 
-    Without a mask all tiles are equally long: the heads of one K/V head at a time keep its keys in L2. With a
-    causal mask all heads do, so that the longest tiles of all start first and the shortest even out the end;
-    the blocks on one head still read its keys at about the same time.
+    Without a mask all tiles are equally long, and the heads of one K/V head at a time keep its keys in L2. With
+    a causal mask the longest tiles start first, of all heads if their K and V fit in L2; if not, a long and a
+    short tile of one head go to one block, unless that would leave the last round of the blocks too empty.
     """
-    return problem.heads_q * problem.batch if problem.causal else problem.group_size
+    m_blocks = math.ceil(problem.seqlen_q / spec.tile_m)
+    heads = problem.heads_q * problem.batch
+    tiles = m_blocks * heads
+    if not problem.causal:
+        group = problem.group_size
+        reason = (
+            f"{group} heads at a time, which share K and V in L2" if group > 1 else "one head at a time, K and V in L2"
+        )
+        return Order(group, False, tiles, min(tiles, device.sm_count), reason)
+    kv_elements = problem.batch * problem.heads_kv * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    pairs = math.ceil(m_blocks / 2) * heads
+    rounds = pairs / device.sm_count
+    fits_l2 = kv_elements * ELEMENT_BYTES[spec.dtype] <= L2_SHARE * device.l2_bytes
+    if fits_l2 or rounds < PAIRS_FULLNESS * math.ceil(rounds):
+        reason = "longest tiles of all heads first"
+        return Order(heads, False, tiles, min(tiles, device.sm_count), reason)
+    reason = "a long and a short tile of one head to each block: equal work, and K and V in L2"
+    return Order(problem.group_size, True, 2 * pairs, min(pairs, device.sm_count), reason)
 
 
 def flops(problem: Problem) -> float:

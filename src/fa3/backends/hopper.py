@@ -183,19 +183,19 @@ def _prepare(
             f"the hopper backend has no kernel for this call yet: {missing}; "
             "set FA3_BACKEND=tiled to compute it in PyTorch, which is much slower"
         )
-    chosen = planning.plan(problem, device_facts(q.device))
+    facts = device_facts(q.device)
     if spec is None:
-        spec = chosen.spec
+        spec = planning.plan(problem, facts).spec
     elif (spec.dtype, spec.head_dim, spec.head_dim_v) != (problem.dtype, problem.head_dim, problem.head_dim_v):
         raise ValueError(f"spec {spec.name} cannot compute a problem with {problem}")
     if problem.empty or problem.seqlen_k == 0:
         return _Launch(None, (), out_shape, lse_shape, (False, False, False), device)
 
-    tiles = -(-problem.seqlen_q // spec.tile_m) * problem.heads_q * problem.batch
-    if tiles > MAX_TILES:
+    order = planning.order_of(problem, spec, facts)
+    if order.tiles > MAX_TILES:
         raise ValueError(
             f"batch={problem.batch}, heads={problem.heads_q}, seqlen_q={problem.seqlen_q}: "
-            f"{tiles} tiles, at most {MAX_TILES}; split the batch"
+            f"{order.tiles} tiles, at most {MAX_TILES}; split the batch"
         )
     copies = (_must_copy(q), _must_copy(k), _must_copy(v))
     strides = [
@@ -214,8 +214,10 @@ def _prepare(
         *strides,
         *_contiguous_strides(out_shape),
         problem.softmax_scale,
-        chosen.section,
-        min(tiles, device_facts(q.device).sm_count),
+        order.section,
+        int(order.paired),
+        order.tiles,
+        order.blocks,
     )
     return _Launch(default_store().load(spec), arguments, out_shape, lse_shape, copies, device)
 

@@ -140,7 +140,7 @@ def explanation(problem: Problem) -> dict[str, Any]:
         "name": planned.spec.name,
         "threads": planned.spec.threads,
         "shared_bytes": planned.spec.shared_bytes,
-        "grid_blocks": planned.grid_blocks,
+        "grid_blocks": planned.order.blocks,
         "reasons": list(planned.reasons),
     }
     result["artifact"] = _artifact(planned)

@@ -58,6 +58,7 @@ class Sizes(NamedTuple):
     section: Int32
     tiles: Int32
     blocks: Int32
+    paired: Int32
 
 
 class Work(NamedTuple):
@@ -67,8 +68,8 @@ class Work(NamedTuple):
     head: Int32
     batch_index: Int32
     key_tiles: Int32
-    #: Tiles that this block has worked on before, and the key tiles that went through the stages for them.
-    index: Int32
+    #: Tiles that this block has done before, and the key tiles that went through the stages for them.
+    done: Int32
     position: Int32
 
 
@@ -155,13 +156,15 @@ class ForwardKernel:
         out_head_stride: Int64,
         softmax_scale: Float32,
         section: Int32,
+        paired: Int32,
+        tile_count: Int32,
         blocks: Int32,
     ):
         """Build the TMA descriptors and launch.
 
         The first five arguments are device addresses; ``lse`` may be 0, then it is not written. Strides
-        are in elements and must be multiples of 8, addresses of 16 bytes. ``section`` is explained at
-        ``tiles.place_of_tile``; ``blocks`` is the number of thread blocks.
+        are in elements and must be multiples of 8, addresses of 16 bytes. The last four say how ``blocks``
+        thread blocks share ``tile_count`` tiles, see ``fa3.plan.Order`` and ``tiles.place_of_tile``.
         """
         q_view = self.global_tensor(
             q, (seqlen_q, head_dim, heads_q, batch), q_row_stride, q_head_stride, q_batch_stride
@@ -198,17 +201,17 @@ class ForwardKernel:
             store, out_view, cute.select(out_smem, mode=[0, 1]), (WGMMA_ROWS, self.head_dim_v)
         )
 
-        m_blocks = (seqlen_q + self.tile_m - 1) // self.tile_m
         sizes = Sizes(
             batch,
             seqlen_q,
             seqlen_k,
             heads_q,
             heads_q // heads_kv,
-            m_blocks,
+            (seqlen_q + self.tile_m - 1) // self.tile_m,
             section,
-            m_blocks * heads_q * batch,
+            tile_count,
             blocks,
+            paired,
         )
         self.kernel(
             q_tma,
@@ -370,15 +373,15 @@ class ForwardKernel:
             self.attend(sizes, group_index, thread, load_q, load_k, load_v, shared, store_out, softmax_scale)
 
     @cute.jit
-    def work_of(self, sizes: Sizes, tile: Int32, index: Int32, position: Int32) -> Work:
+    def work_of(self, sizes: Sizes, tile: Int32, done: Int32, position: Int32) -> Work:
         """Describe a tile of the output."""
         m_block, head, batch_index = tiles.place_of_tile(
-            tile, sizes.m_blocks, sizes.heads_q, sizes.batch, sizes.section, longest_first=self.causal
+            tile, sizes.m_blocks, sizes.heads_q, sizes.batch, sizes.section, sizes.paired, longest_first=self.causal
         )
         first_row = m_block * self.tile_m
         last_row = cutlass.min(first_row + self.tile_m, sizes.seqlen_q) - 1
         key_tiles = mask.key_tiles(last_row, sizes.seqlen_q, sizes.seqlen_k, self.tile_n, self.causal)
-        return Work(first_row, head, batch_index, key_tiles, index, position)
+        return Work(first_row, head, batch_index, key_tiles, done, position)
 
     # ---- producer
 
@@ -406,7 +409,7 @@ class ForwardKernel:
     def load_q_tiles(self, work: Work, load: Load):
         """Bring the q tile of each warpgroup as soon as it has done with the one before."""
         for g in cutlass.range_constexpr(self.groups):
-            barriers.wait_empty(load.empty + g, work.index, 1)
+            barriers.wait_empty(load.empty + g, work.done, 1)
             self.issue_load(load, g, work.first_row // WGMMA_ROWS + g, work.head, work.batch_index)
 
     @cute.jit
@@ -423,11 +426,11 @@ class ForwardKernel:
     def load(self, sizes: Sizes, load_q: Load, load_k: Load, load_v: Load):
         """The producer warp: Q once for each tile, K and V in the order in which the consumers ask for them."""
         block, _, _ = cute.arch.block_idx()
-        position = Int32(0)
+        done, position = Int32(0), Int32(0)
         for index in cutlass.range(tiles.rounds(sizes.tiles, sizes.blocks), unroll=1):
-            tile = tiles.tile_of_round(index, block, sizes.blocks)
-            if tile < sizes.tiles:
-                work = self.work_of(sizes, tile, index, position)
+            tile = tiles.tile_of_round(index, block, sizes.blocks, sizes.paired)
+            work = self.work_of(sizes, tile, done, position)
+            if tile < sizes.tiles and work.first_row >= 0:
                 # K first: its stage is free before the consumers have done with the q tiles.
                 if work.key_tiles > 0:
                     self.load_step(sizes, work, load_k, Int32(0))
@@ -438,6 +441,7 @@ class ForwardKernel:
                 if work.key_tiles > 0:
                     self.load_step(sizes, work, load_v, work.key_tiles - 1)
                 position += work.key_tiles
+                done += 1
 
     @cute.jit
     def load_first_steps(self, sizes: Sizes, work: Work, load_q: Load, load_k: Load, load_v: Load):
@@ -496,11 +500,11 @@ class ForwardKernel:
             if group == self.groups - 1:
                 self.give_turn(group)
 
-        position = Int32(0)
+        done, position = Int32(0), Int32(0)
         for index in cutlass.range(tiles.rounds(sizes.tiles, sizes.blocks), unroll=1):
-            tile = tiles.tile_of_round(index, block, sizes.blocks)
-            if tile < sizes.tiles:
-                work = self.work_of(sizes, tile, index, position)
+            tile = tiles.tile_of_round(index, block, sizes.blocks, sizes.paired)
+            work = self.work_of(sizes, tile, done, position)
+            if tile < sizes.tiles and work.first_row >= 0:
                 operands.output.fill(0.0)
                 state.reset()
                 if const_expr(not self.spec.warp_specialized):
@@ -511,6 +515,7 @@ class ForwardKernel:
                 )
                 self.store(sizes, work, group, warp_in_group, lane, load_q, shared, store_out, operands.output, state)
                 position += work.key_tiles
+                done += 1
         # Shared memory must live until TMA has read the last out tile.
         if warp_in_group == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -533,7 +538,7 @@ class ForwardKernel:
         """The main loop over the key tiles of one tile of the output."""
         group_row = work.first_row + WGMMA_ROWS * group
         thread_row = group_row + layout.first_row(warp_in_group, lane)
-        barriers.wait_full(load_q.full + group, work.index, 1)
+        barriers.wait_full(load_q.full + group, work.done, 1)
 
         # The first key tiles may be of no use to this group: its rows end above those of the others.
         last_row = cutlass.min(group_row + WGMMA_ROWS, sizes.seqlen_q) - 1
@@ -558,7 +563,7 @@ class ForwardKernel:
                     sizes, work, step, False, group, thread_row, lane, loader_warp, load_k, load_v, operands, state
                 )
             if const_expr(self.spec.out_has_own_tile):
-                barriers.release(load_q.empty + group, work.index, 1)
+                barriers.release(load_q.empty + group, work.done, 1)
 
             last = work.position + work.key_tiles - 1
             barriers.wait_full(load_v.full, last, self.stages)
@@ -566,7 +571,7 @@ class ForwardKernel:
             warpgroup.wait_group(0)
             barriers.release(load_v.empty, last, self.stages)
         elif const_expr(self.spec.out_has_own_tile):
-            barriers.release(load_q.empty + group, work.index, 1)
+            barriers.release(load_q.empty + group, work.done, 1)
 
     @cute.jit
     def skip_step(
@@ -775,7 +780,7 @@ class ForwardKernel:
             cute.arch.cp_async_bulk_commit_group()
             if const_expr(not self.spec.out_has_own_tile):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                barriers.release(load_q.empty + group, work.index, 1)
+                barriers.release(load_q.empty + group, work.done, 1)
 
     @cute.jit
     def sync_group(self, group: Int32):
@@ -794,7 +799,6 @@ def compile_forward(spec: ForwardSpec, options: str) -> Any:
         *[Int32(1)] * 7,
         *strides,
         Float32(1.0),
-        Int32(1),
-        Int32(1),
+        *[Int32(1)] * 4,
         options=options,
     )
