@@ -121,20 +121,6 @@ def places_of_tiles(cases_address: Int64, out_address: Int64, count: Int32):
 
 
 @cute.jit
-def tiles_of_rounds(cases_address: Int64, rounds_address: Int64, out_address: Int64, count: Int32, width: Int32):
-    """cases (count, 2: tiles, blocks) -> rounds (count) and out (count, width), whose line holds (round, block)."""
-    cases = table(cases_address, Int32, (count, 2))
-    rounds = table(rounds_address, Int32, (count,))
-    out = table(out_address, Int32, (count, width))
-    for i in cutlass.range(count, unroll=1):
-        blocks = cases[i, 1]
-        rounds[i] = tiles.rounds(cases[i, 0], blocks)
-        for index in cutlass.range(rounds[i], unroll=1):
-            for block in cutlass.range(blocks, unroll=1):
-                out[i, index * blocks + block] = tiles.tile_of_round(index, block, blocks)
-
-
-@cute.jit
 def ring(out_address: Int64, first: Int32, count: Int32):
     """out (depth of the pipeline, position - first, 2: stage, phase)."""
     out = table(out_address, Int32, (len(STAGES), count, 2))

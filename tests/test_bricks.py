@@ -232,34 +232,6 @@ def test_heads_that_share_keys_and_values_run_side_by_side(group):
     assert tried >= 10
 
 
-@functools.cache
-def rounds() -> list[tuple[int, int, list[list[int]]]]:
-    """(tiles, blocks, [tile of each block, in each round])."""
-    cases = [(tiles, blocks) for tiles in (1, 2, 3, 131, 132, 133, 264, 1000) for blocks in (1, 2, 3, 131, 132)]
-    count, results = ints(len(cases)), ints(len(cases), 2048)
-    call(wrappers.tiles_of_rounds, torch.tensor(cases, dtype=torch.int32), count, results, len(cases), 2048)
-    return [
-        (tiles, blocks, result[: n * blocks].view(n, blocks).tolist())
-        for (tiles, blocks), n, result in zip(cases, count.tolist(), results, strict=True)
-    ]
-
-
-def test_blocks_take_every_tile_once_in_as_few_rounds_as_possible():
-    for tiles, blocks, taken in rounds():
-        assert len(taken) == math.ceil(tiles / blocks)
-        assert sorted(tile for of_round in taken for tile in of_round if tile < tiles) == list(range(tiles))
-
-
-def test_two_rounds_give_every_block_as_much_as_any_other():
-    tried = 0
-    for tiles, blocks, taken in rounds():
-        # Tiles are numbered longest first, so equal sums of numbers stand for equal work.
-        for first, second in zip(taken[::2], taken[1::2], strict=False):
-            tried += 1
-            assert len({a + b for a, b in zip(first, second, strict=True)}) == 1, (tiles, blocks)
-    assert tried >= 10
-
-
 # barriers -----------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,181 @@
+"""Specs: what is refused and how, names, the way through JSON, and the count of shared memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from fa3.plan import PRESETS, shipped_specs
+from fa3.spec import SHARED_MEMORY_PER_BLOCK, ForwardSpec, spec_from_dict
+
+SPEC = ForwardSpec(
+    dtype="bf16",
+    head_dim=128,
+    head_dim_v=128,
+    causal=True,
+    tile_m=128,
+    tile_n=128,
+    stages=2,
+    warp_specialized=True,
+    pingpong=True,
+    overlap=True,
+    rescale_threshold=8.0,
+)
+
+
+def spec_of_tiles(head_dim: int, tile_m: int, tile_n: int, stages: int) -> ForwardSpec:
+    return replace(SPEC, head_dim=head_dim, head_dim_v=head_dim, tile_m=tile_m, tile_n=tile_n, stages=stages)
+
+
+# validate -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("dtype", ["fp32", "fp64", "bfloat16", ""]),
+        ("head_dim", [0, 32, 96, 512]),
+        ("head_dim_v", [0, 32, 96, 512]),
+        ("tile_m", [0, 32, 96, 320, -64]),
+        ("tile_n", [0, 8, 24, 129, 272, -16]),
+        ("stages", [0, -1, 9]),
+        ("rescale_threshold", [-0.5, 8.5]),
+    ],
+)
+def test_a_field_out_of_range_is_refused_with_its_name_and_value(field, values):
+    for value in values:
+        with pytest.raises(ValueError, match=rf"^{field}={re.escape(repr(value))}: "):
+            replace(SPEC, **{field: value}).validate()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim_v": 64}, "head_dim=128, head_dim_v=64: must be equal"),
+        ({"stages": 1, "warp_specialized": False}, "stages=1: without a producer warp at least 2"),
+        ({"tile_m": 64}, "pingpong=True needs at least two consumer warpgroups: tile_m=64"),
+    ],
+)
+def test_fields_that_do_not_go_together_are_refused_with_their_names_and_values(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace(SPEC, **changes).validate()
+
+
+def test_tiles_too_large_for_shared_memory_are_refused_with_the_bytes_needed_and_allowed():
+    spec = replace(SPEC, stages=4)
+    # K and V in four stages, and the one tile that q and out share.
+    needed = 2 * (4 * 128 * (128 + 128) + 128 * 128) + 1024
+    with pytest.raises(ValueError, match=f"{re.escape(spec.name)} needs {needed} bytes .* at most 232448"):
+        spec.validate()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "fp16"},
+        {"tile_n": 16},
+        {"tile_n": 256, "stages": 1},
+        {"tile_n": 16, "stages": 8},
+        {"stages": 1},
+        {"warp_specialized": False},
+        {"tile_m": 64, "pingpong": False},
+        {"tile_m": 256, "tile_n": 16},
+        {"rescale_threshold": 0.0},
+        {"rescale_threshold": 8.0},
+    ],
+)
+def test_the_ends_of_each_range_are_allowed(changes):
+    replace(SPEC, **changes).validate()
+
+
+# names and dicts ----------------------------------------------------------------------------------
+
+
+def test_the_name_tells_specs_apart_by_every_field():
+    others = {
+        "dtype": "fp16",
+        "head_dim": 64,
+        "head_dim_v": 64,
+        "causal": False,
+        "tile_m": 192,
+        "tile_n": 64,
+        "stages": 3,
+        "warp_specialized": False,
+        "pingpong": False,
+        "overlap": False,
+        "rescale_threshold": 0.0,
+    }
+    assert set(others) == {field.name for field in dataclasses.fields(ForwardSpec)}
+    names = {SPEC.name, *(replace(SPEC, **{field: value}).name for field, value in others.items())}
+    assert len(names) == 1 + len(others)
+
+
+def test_a_spec_comes_back_from_its_dict_through_json():
+    for spec in shipped_specs("all"):
+        back = spec_from_dict(json.loads(json.dumps(spec.as_dict())))
+        assert back == spec
+        assert back.as_dict() == spec.as_dict()
+
+
+def test_reading_a_dict_leaves_it_as_it_was():
+    fields = SPEC.as_dict()
+    spec_from_dict(fields)
+    assert fields == SPEC.as_dict()
+
+
+def test_the_dict_of_another_kernel_is_refused_by_name():
+    with pytest.raises(ValueError, match="kernel='backward': known kernels are 'forward'"):
+        spec_from_dict({**SPEC.as_dict(), "kernel": "backward"})
+    with pytest.raises(ValueError, match="kernel=None"):
+        spec_from_dict(dataclasses.asdict(SPEC))
+
+
+def test_unknown_and_missing_fields_are_refused():
+    with pytest.raises(ValueError, match=r"not the fields of a ForwardSpec: .*'swizzle'"):
+        spec_from_dict({**SPEC.as_dict(), "swizzle": 3})
+    fields = SPEC.as_dict()
+    del fields["stages"]
+    with pytest.raises(ValueError, match="not the fields of a ForwardSpec"):
+        spec_from_dict(fields)
+
+
+# threads and shared memory ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tile_m", "specialized", "warpgroups", "threads"),
+    [(64, False, 1, 128), (64, True, 1, 256), (128, True, 2, 384), (192, False, 3, 384), (192, True, 3, 512)],
+)
+def test_a_block_has_a_warpgroup_for_64_rows_and_one_more_to_load(tile_m, specialized, warpgroups, threads):
+    spec = replace(SPEC, tile_m=tile_m, warp_specialized=specialized)
+    assert (spec.consumer_warpgroups, spec.threads) == (warpgroups, threads)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_shipped_spec_fits_in_the_shared_memory_of_a_block(preset):
+    for spec in shipped_specs(preset):
+        assert 0 < spec.shared_bytes <= SHARED_MEMORY_PER_BLOCK, spec.name
+
+
+@pytest.mark.parametrize(
+    ("spec", "own"),
+    [
+        (spec_of_tiles(128, 192, 80, 3), True),
+        (spec_of_tiles(256, 128, 64, 2), False),
+        # The largest tiles of head dim 64 that leave room, and the next larger ones.
+        (spec_of_tiles(64, 192, 176, 4), True),
+        (spec_of_tiles(64, 192, 144, 5), False),
+    ],
+)
+def test_out_has_a_tile_of_its_own_where_there_is_room_and_that_of_q_elsewhere(spec, own):
+    spec.validate()
+    kv_bytes = 2 * spec.stages * spec.tile_n * (spec.head_dim + spec.head_dim_v)
+    q_bytes = 2 * spec.tile_m * spec.head_dim
+    out_bytes = 2 * spec.tile_m * spec.head_dim_v
+    assert spec.out_has_own_tile == own
+    assert (1024 + kv_bytes + q_bytes + out_bytes <= SHARED_MEMORY_PER_BLOCK) == own
+    assert spec.shared_bytes == 1024 + kv_bytes + q_bytes + (out_bytes if own else 0)
