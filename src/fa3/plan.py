@@ -52,11 +52,17 @@ class TileChoice:
 
 #: (head dim, causal) -> tiles for keys up to a length, in order; the last row of each takes the rest.
 TILES: dict[tuple[int, bool], tuple[tuple[float, TileChoice], ...]] = {
-    (64, False): ((math.inf, TileChoice(192, 128, 2, "three warpgroups hide each other's waits; wider tiles spill")),),
-    (64, True): ((math.inf, TileChoice(192, 128, 2, "as without a mask")),),
+    (64, False): (
+        (1024, TileChoice(256, 64, 4, "four warpgroups: on short rows what counts is how soon a tile is through")),
+        (math.inf, TileChoice(192, 128, 3, "three warpgroups hide each other's waits; wider tiles spill")),
+    ),
+    (64, True): (
+        (1024, TileChoice(256, 64, 4, "as without a mask")),
+        (math.inf, TileChoice(192, 128, 3, "as without a mask")),
+    ),
     (128, False): ((math.inf, TileChoice(192, 80, 3, "three warpgroups in turn keep the tensor core busy")),),
     (128, True): (
-        (4096, TileChoice(128, 128, 2, "on short rows a smaller query tile wastes less on the diagonal")),
+        (1024, TileChoice(192, 64, 3, "on short rows narrow key tiles waste less on the diagonal")),
         (math.inf, TileChoice(192, 80, 3, "as without a mask")),
     ),
     (256, False): ((math.inf, TileChoice(128, 64, 2, "two stages in shared memory; 80 keys gain nothing")),),
@@ -68,28 +74,31 @@ TILES: dict[tuple[int, bool], tuple[tuple[float, TileChoice], ...]] = {
 RESCALE_THRESHOLD = 8.0
 
 
-#: Part of L2 that K and V may take and still be found there when a block comes back to a head.
-L2_SHARE = 0.5
+#: Part of the time of the products that reading K and V from device memory may take, when the query tiles of
+#: a head come in several phases and each phase reads them again.
+READ_SHARE = 0.4
 
-#: Pairs of a long and a short tile are all equally long, but each block takes whole pairs: at least so full
-#: must the rounds of the blocks be.
-PAIRS_FULLNESS = 0.9
+#: Part of the tensor core's rate at the boost clock that a causal kernel reaches, for that estimate.
+EXPECTED_UTILIZATION = 0.55
+
+#: Part of L2 that K and V of the heads in flight may take; the rest is for q, out and whoever else runs.
+L2_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Order:
-    """How the tiles of the output are shared out among persistent blocks; see ``kernels/parts/tiles.py``.
+    """In which order persistent blocks take the tiles of the output; see ``kernels/parts/tiles.py``.
 
     Attributes:
         section: query heads that run side by side.
-        paired: each block takes a long and a short tile of one head after another.
-        tiles: tiles of the output, the empty places of pairs included.
+        levels: query tiles of a head that are done before the next section's turn.
+        tiles: tiles of the output.
         blocks: thread blocks of the launch.
         reason: why.
     """
 
     section: int
-    paired: bool
+    levels: int
     tiles: int
     blocks: int
     reason: str
@@ -177,30 +186,30 @@ def make_spec(dtype: str, head_dim: int, causal: bool, choice: TileChoice) -> Fo
 
 
 def order_of(problem: Problem, spec: ForwardSpec, device: DeviceFacts) -> Order:
-    """Share the tiles out so that all blocks end together and K and V are read from L2.
+    """Order the tiles so that all blocks end together and K and V are read from L2.
 
-    Without a mask all tiles are equally long, and the heads of one K/V head at a time keep its keys in L2. With
-    a causal mask the longest tiles start first, of all heads if their K and V fit in L2; if not, a long and a
-    short tile of one head go to one block, unless that would leave the last round of the blocks too empty.
+    Without a mask all tiles are equally long: the heads of one K/V head at a time keep its keys in L2. With a
+    causal mask the longest tiles must not come last. So the query tiles of all heads come in phases, longest
+    first, and inside a phase as many heads run side by side as fit in L2. More phases even out the end better,
+    but each reads K and V again: as many as memory has time for.
     """
-    m_blocks = math.ceil(problem.seqlen_q / spec.tile_m)
     heads = problem.heads_q * problem.batch
+    m_blocks = math.ceil(problem.seqlen_q / spec.tile_m)
     tiles = m_blocks * heads
+    blocks = min(tiles, device.sm_count)
+    group = problem.group_size
     if not problem.causal:
-        group = problem.group_size
-        reason = (
-            f"{group} heads at a time, which share K and V in L2" if group > 1 else "one head at a time, K and V in L2"
-        )
-        return Order(group, False, tiles, min(tiles, device.sm_count), reason)
-    kv_elements = problem.batch * problem.heads_kv * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    pairs = math.ceil(m_blocks / 2) * heads
-    rounds = pairs / device.sm_count
-    fits_l2 = kv_elements * ELEMENT_BYTES[spec.dtype] <= L2_SHARE * device.l2_bytes
-    if fits_l2 or rounds < PAIRS_FULLNESS * math.ceil(rounds):
-        reason = "longest tiles of all heads first"
-        return Order(heads, False, tiles, min(tiles, device.sm_count), reason)
-    reason = "a long and a short tile of one head to each block: equal work, and K and V in L2"
-    return Order(problem.group_size, True, 2 * pairs, min(pairs, device.sm_count), reason)
+        return Order(group, max(m_blocks, 1), tiles, blocks, f"{group} heads at a time, K and V in L2")
+    head_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES[spec.dtype])
+    section = min(group * max(1, int(L2_SHARE * device.l2_bytes) // head_bytes), heads)
+    peak = device.sm_count * device.tensor_flops_per_clock * device.boost_clock_hz
+    compute_seconds = flops(problem) / (EXPECTED_UTILIZATION * peak)
+    read_seconds = max(1, heads // group) * head_bytes / device.memory_bytes_per_second
+    phases = min(max(1, int(READ_SHARE * compute_seconds / read_seconds)), max(m_blocks, 1))
+    levels = math.ceil(max(m_blocks, 1) / phases)
+    phases = math.ceil(max(m_blocks, 1) / levels)
+    reason = f"longest tiles first: {phases} phases, in each {section} heads at a time, K and V in L2"
+    return Order(section, levels, tiles, blocks, reason)
 
 
 def flops(problem: Problem) -> float:
@@ -268,7 +277,7 @@ def _schedules() -> Iterator[ForwardSpec]:
     # One and two warpgroups, and more than two stages.
     yield make_spec("bf16", 128, True, TileChoice(128, 64, 4, ""))
     yield replace(make_spec("bf16", 128, True, TileChoice(64, 64, 3, "")), pingpong=False)
-    yield make_spec("bf16", 64, False, TileChoice(256, 64, 1, ""))
+    yield make_spec("bf16", 128, False, TileChoice(192, 80, 1, ""))
     # The paper's ablation is in fp16.
     full = make_spec("fp16", 128, False, TILES[128, False][-1][1])
     for specialized, pingpong, overlap in ((False, True, True), (True, False, True), (True, True, False)):

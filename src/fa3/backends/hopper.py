@@ -2,8 +2,9 @@
 
 The only place that launches. Everything that depends on shapes, strides, dtypes and options alone is worked
 out once and kept; a repeated call looks up one key, allocates its outputs and launches. It never synchronizes
-and takes no device memory beyond the outputs and the documented copies: an input whose address is not a
-multiple of 16 bytes, or one of whose batch, row and head strides is not, is copied, since TMA cannot read it.
+and takes no device memory beyond the outputs, 64 bytes for the scheduler of each stream, and the documented
+copies: an input whose address is not a multiple of 16 bytes, or one of whose batch, row and head strides is
+not, is copied, since TMA cannot read it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ MAX_STRIDE_BYTES = 2**40
 MAX_SEQLEN = 2**31 - 256
 MAX_TILES = 2**31 - 2**16
 
+#: Device memory of the scheduler: one counter, in a line of its own.
+COUNTER_BYTES = 64
+
 #: Launches remembered before the memory is cleared; a server with ever new lengths must not grow forever.
 MAX_REMEMBERED = 8192
 
@@ -47,12 +51,13 @@ class _Launch:
 
 
 _launches: dict[Any, _Launch] = {}
-_streams: dict[int, ctypes.c_void_p] = {}
+_streams: dict[tuple[int, int], tuple[ctypes.c_void_p, Tensor, int]] = {}
 _facts: dict[int, DeviceFacts] = {}
 
 # A CPU build of torch has neither; nobody calls them there.
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
+_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
@@ -146,25 +151,33 @@ def _run(launch: _Launch, q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> 
                 strides[place : place + 3] = _strides(tensor)
         arguments = (*sizes, *strides, *rest)
 
-    device = launch.device
-    lse_address = 0 if lse is None else lse.data_ptr()
-    if _current_device() == device:
-        function(q_address, k_address, v_address, out.data_ptr(), lse_address, _stream(device), *arguments)
+    addresses = (q_address, k_address, v_address, out.data_ptr(), 0 if lse is None else lse.data_ptr())
+    if _current_device() == launch.device:
+        _enqueue(function, addresses, launch.device, arguments)
     else:
-        with torch.cuda.device(device):
-            function(q_address, k_address, v_address, out.data_ptr(), lse_address, _stream(device), *arguments)
+        with torch.cuda.device(launch.device):
+            _enqueue(function, addresses, launch.device, arguments)
     return out, lse
 
 
-def _stream(device: int) -> ctypes.c_void_p:
-    """The framework's current stream, as the handle that the kernel's entry takes."""
+def _enqueue(function: Callable[..., Any], addresses: tuple[int, ...], device: int, arguments: tuple[Any, ...]) -> None:
+    """Launch on the framework's current stream of the current device.
+
+    The scheduler's counter is 0 between launches. Launches on one stream follow each other and share one;
+    those in a captured graph get their own, zeroed by the graph, since a graph may be replayed on any stream.
+    """
+    if _capturing():
+        counter = torch.zeros(COUNTER_BYTES // 4, dtype=torch.int32, device=device)
+        function(*addresses, counter.data_ptr(), ctypes.c_void_p(_current_stream(device)), *arguments)
+        return
     raw = _current_stream(device)
-    handle = _streams.get(raw)
-    if handle is None:
+    known = _streams.get((device, raw))
+    if known is None:
+        counter = torch.zeros(COUNTER_BYTES // 4, dtype=torch.int32, device=device)
         if len(_streams) >= MAX_REMEMBERED:
             _streams.clear()
-        handle = _streams[raw] = ctypes.c_void_p(raw)
-    return handle
+        known = _streams[device, raw] = (ctypes.c_void_p(raw), counter, counter.data_ptr())
+    function(*addresses, known[2], known[0], *arguments)
 
 
 def _prepare(
@@ -215,8 +228,7 @@ def _prepare(
         *_contiguous_strides(out_shape),
         problem.softmax_scale,
         order.section,
-        int(order.paired),
-        order.tiles,
+        order.levels,
         order.blocks,
     )
     return _Launch(default_store().load(spec), arguments, out_shape, lse_shape, copies, device)

@@ -56,9 +56,8 @@ class Sizes(NamedTuple):
     heads_per_group: Int32
     m_blocks: Int32
     section: Int32
+    levels: Int32
     tiles: Int32
-    blocks: Int32
-    paired: Int32
 
 
 class Work(NamedTuple):
@@ -134,6 +133,7 @@ class ForwardKernel:
         v: Int64,
         out: Int64,
         lse: Int64,
+        counter: Int64,
         stream: cuda.CUstream,
         batch: Int32,
         seqlen_q: Int32,
@@ -156,15 +156,14 @@ class ForwardKernel:
         out_head_stride: Int64,
         softmax_scale: Float32,
         section: Int32,
-        paired: Int32,
-        tile_count: Int32,
+        levels: Int32,
         blocks: Int32,
     ):
         """Build the TMA descriptors and launch.
 
-        The first five arguments are device addresses; ``lse`` may be 0, then it is not written. Strides
-        are in elements and must be multiples of 8, addresses of 16 bytes. The last four say how ``blocks``
-        thread blocks share ``tile_count`` tiles, see ``fa3.plan.Order`` and ``tiles.place_of_tile``.
+        The first six arguments are device addresses; ``lse`` may be 0, then it is not written; ``counter`` is
+        explained at ``tiles.Supply``. Strides are in elements and must be multiples of 8, addresses of 16 bytes.
+        ``section`` and ``levels`` are explained at ``tiles.place_of_tile``; ``blocks`` thread blocks run.
         """
         q_view = self.global_tensor(
             q, (seqlen_q, head_dim, heads_q, batch), q_row_stride, q_head_stride, q_batch_stride
@@ -201,17 +200,17 @@ class ForwardKernel:
             store, out_view, cute.select(out_smem, mode=[0, 1]), (WGMMA_ROWS, self.head_dim_v)
         )
 
+        m_blocks = (seqlen_q + self.tile_m - 1) // self.tile_m
         sizes = Sizes(
             batch,
             seqlen_q,
             seqlen_k,
             heads_q,
             heads_q // heads_kv,
-            (seqlen_q + self.tile_m - 1) // self.tile_m,
+            m_blocks,
             section,
-            tile_count,
-            blocks,
-            paired,
+            levels,
+            m_blocks * heads_q * batch,
         )
         self.kernel(
             q_tma,
@@ -228,6 +227,8 @@ class ForwardKernel:
             v_smem,
             out_smem,
             sizes,
+            counter,
+            blocks,
             softmax_scale,
         ).launch(
             grid=[blocks, 1, 1],
@@ -290,6 +291,8 @@ class ForwardKernel:
         v_smem: cute.ComposedLayout,
         out_smem: cute.ComposedLayout,
         sizes: Sizes,
+        counter: Int64,
+        blocks: Int32,
         softmax_scale: Float32,
     ):
         spec = self.spec
@@ -313,6 +316,9 @@ class ForwardKernel:
             k_empty: cute.struct.MemRange[Int64, self.stages]
             v_full: cute.struct.MemRange[Int64, self.stages]
             v_empty: cute.struct.MemRange[Int64, self.stages]
+            tile_full: cute.struct.MemRange[Int64, tiles.SLOTS]
+            tile_empty: cute.struct.MemRange[Int64, tiles.SLOTS]
+            tile_slots: cute.struct.MemRange[Int32, 3 * tiles.SLOTS]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, q_elements], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_smem)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_smem)], 1024]
@@ -330,6 +336,14 @@ class ForwardKernel:
         q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
         k_full, k_empty = storage.k_full.data_ptr(), storage.k_empty.data_ptr()
         v_full, v_empty = storage.v_full.data_ptr(), storage.v_empty.data_ptr()
+        supply = tiles.Supply(
+            counter,
+            sizes.tiles,
+            blocks,
+            storage.tile_slots.get_tensor(cute.make_layout((3, tiles.SLOTS))),
+            storage.tile_full.data_ptr(),
+            storage.tile_empty.data_ptr(),
+        )
 
         if warp_index == 0:
             with cute.arch.elect_one():
@@ -344,6 +358,9 @@ class ForwardKernel:
                     # Every consumer warp releases a stage for itself.
                     cute.arch.mbarrier_init(k_empty + s, 4 * self.groups)
                     cute.arch.mbarrier_init(v_empty + s, 4 * self.groups)
+                for s in cutlass.range_constexpr(tiles.SLOTS):
+                    cute.arch.mbarrier_init(supply.full + s, 1)
+                    cute.arch.mbarrier_init(supply.empty + s, 4 * self.groups)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -362,26 +379,37 @@ class ForwardKernel:
             if group_index == 0:
                 cute.arch.setmaxregister_decrease(producer_registers)
                 if warp_index == 0:
-                    self.load(sizes, load_q, load_k, load_v)
+                    self.load(sizes, supply, load_q, load_k, load_v)
             else:
                 cute.arch.setmaxregister_increase(consumer_registers)
-                self.attend(
-                    sizes, group_index - 1, thread - WARPGROUP_THREADS, load_q, load_k, load_v, shared, store_out,
-                    softmax_scale,
-                )  # fmt: skip
+                thread = thread - WARPGROUP_THREADS
+                group = group_index - 1
+                self.attend(sizes, supply, group, thread, load_q, load_k, load_v, shared, store_out, softmax_scale)
         else:
-            self.attend(sizes, group_index, thread, load_q, load_k, load_v, shared, store_out, softmax_scale)
+            self.attend(sizes, supply, group_index, thread, load_q, load_k, load_v, shared, store_out, softmax_scale)
 
     @cute.jit
-    def work_of(self, sizes: Sizes, tile: Int32, done: Int32, position: Int32) -> Work:
+    def work_of(
+        self, sizes: Sizes, m_block: Int32, head: Int32, batch_index: Int32, done: Int32, position: Int32
+    ) -> Work:
         """Describe a tile of the output."""
-        m_block, head, batch_index = tiles.place_of_tile(
-            tile, sizes.m_blocks, sizes.heads_q, sizes.batch, sizes.section, sizes.paired, longest_first=self.causal
-        )
         first_row = m_block * self.tile_m
         last_row = cutlass.min(first_row + self.tile_m, sizes.seqlen_q) - 1
         key_tiles = mask.key_tiles(last_row, sizes.seqlen_q, sizes.seqlen_k, self.tile_n, self.causal)
         return Work(first_row, head, batch_index, key_tiles, done, position)
+
+    @cute.jit
+    def publish_tile(
+        self, sizes: Sizes, supply: tiles.Supply, number: Int32, tile: Int32
+    ) -> tuple[Int32, Int32, Int32]:
+        """Work out where the block's tile ``number`` lies, publish it, and return the place."""
+        m_block, head, batch_index = Int32(-1), Int32(0), Int32(0)
+        if tile < sizes.tiles:
+            m_block, head, batch_index = tiles.place_of_tile(
+                tile, sizes.m_blocks, sizes.heads_q, sizes.batch, sizes.section, sizes.levels, self.causal
+            )
+        supply.publish(number, m_block, head, batch_index)
+        return m_block, head, batch_index
 
     # ---- producer
 
@@ -423,25 +451,24 @@ class ForwardKernel:
         )
 
     @cute.jit
-    def load(self, sizes: Sizes, load_q: Load, load_k: Load, load_v: Load):
+    def load(self, sizes: Sizes, supply: tiles.Supply, load_q: Load, load_k: Load, load_v: Load):
         """The producer warp: Q once for each tile, K and V in the order in which the consumers ask for them."""
-        block, _, _ = cute.arch.block_idx()
         done, position = Int32(0), Int32(0)
-        for index in cutlass.range(tiles.rounds(sizes.tiles, sizes.blocks), unroll=1):
-            tile = tiles.tile_of_round(index, block, sizes.blocks, sizes.paired)
-            work = self.work_of(sizes, tile, done, position)
-            if tile < sizes.tiles and work.first_row >= 0:
-                # K first: its stage is free before the consumers have done with the q tiles.
-                if work.key_tiles > 0:
-                    self.load_step(sizes, work, load_k, Int32(0))
-                self.load_q_tiles(work, load_q)
-                for step in cutlass.range(1, work.key_tiles, unroll=1):
-                    self.load_step(sizes, work, load_k, step)
-                    self.load_step(sizes, work, load_v, step - 1)
-                if work.key_tiles > 0:
-                    self.load_step(sizes, work, load_v, work.key_tiles - 1)
-                position += work.key_tiles
-                done += 1
+        m_block, head, batch_index = self.publish_tile(sizes, supply, done, cute.arch.block_idx()[0])
+        while m_block >= 0:
+            work = self.work_of(sizes, m_block, head, batch_index, done, position)
+            # K first: its stage is free before the consumers have done with the q tiles.
+            if work.key_tiles > 0:
+                self.load_step(sizes, work, load_k, Int32(0))
+            self.load_q_tiles(work, load_q)
+            for step in cutlass.range(1, work.key_tiles, unroll=1):
+                self.load_step(sizes, work, load_k, step)
+                self.load_step(sizes, work, load_v, step - 1)
+            if work.key_tiles > 0:
+                self.load_step(sizes, work, load_v, work.key_tiles - 1)
+            position += work.key_tiles
+            done += 1
+            m_block, head, batch_index = self.publish_tile(sizes, supply, done, supply.fetch())
 
     @cute.jit
     def load_first_steps(self, sizes: Sizes, work: Work, load_q: Load, load_k: Load, load_v: Load):
@@ -468,6 +495,7 @@ class ForwardKernel:
     def attend(
         self,
         sizes: Sizes,
+        supply: tiles.Supply,
         group: Int32,
         thread: Int32,
         load_q: Load,
@@ -478,7 +506,6 @@ class ForwardKernel:
         softmax_scale: Float32,
     ):
         """One consumer warpgroup: its 64 rows of each tile of the block."""
-        block, _, _ = cute.arch.block_idx()
         lane = thread % 32
         warp_in_group = cute.arch.make_warp_uniform(thread // 32) % 4
         loader_warp = False if const_expr(self.spec.warp_specialized) else thread < 32
@@ -501,21 +528,27 @@ class ForwardKernel:
                 self.give_turn(group)
 
         done, position = Int32(0), Int32(0)
-        for index in cutlass.range(tiles.rounds(sizes.tiles, sizes.blocks), unroll=1):
-            tile = tiles.tile_of_round(index, block, sizes.blocks, sizes.paired)
-            work = self.work_of(sizes, tile, done, position)
-            if tile < sizes.tiles and work.first_row >= 0:
-                operands.output.fill(0.0)
-                state.reset()
-                if const_expr(not self.spec.warp_specialized):
-                    if loader_warp:
-                        self.load_first_steps(sizes, work, load_q, load_k, load_v)
-                self.attend_tile(
-                    sizes, work, group, warp_in_group, lane, loader_warp, load_q, load_k, load_v, operands, state
-                )
-                self.store(sizes, work, group, warp_in_group, lane, load_q, shared, store_out, operands.output, state)
-                position += work.key_tiles
-                done += 1
+        if const_expr(not self.spec.warp_specialized):
+            if loader_warp:
+                self.publish_tile(sizes, supply, done, cute.arch.block_idx()[0])
+        m_block, head, batch_index = supply.take(done)
+        while m_block >= 0:
+            work = self.work_of(sizes, m_block, head, batch_index, done, position)
+            operands.output.fill(0.0)
+            state.reset()
+            if const_expr(not self.spec.warp_specialized):
+                if loader_warp:
+                    self.load_first_steps(sizes, work, load_q, load_k, load_v)
+            self.attend_tile(
+                sizes, work, group, warp_in_group, lane, loader_warp, load_q, load_k, load_v, operands, state
+            )
+            self.store(sizes, work, group, warp_in_group, lane, load_q, shared, store_out, operands.output, state)
+            position += work.key_tiles
+            done += 1
+            if const_expr(not self.spec.warp_specialized):
+                if loader_warp:
+                    self.publish_tile(sizes, supply, done, supply.fetch())
+            m_block, head, batch_index = supply.take(done)
         # Shared memory must live until TMA has read the last out tile.
         if warp_in_group == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -790,7 +823,7 @@ class ForwardKernel:
 
 def compile_forward(spec: ForwardSpec, options: str) -> Any:
     """Compile the spec's host entry; needs no GPU."""
-    addresses = [Int64(0)] * 5
+    addresses = [Int64(0)] * 6
     strides = [Int64(0)] * 12
     return cute.compile(
         ForwardKernel(spec),
@@ -799,6 +832,6 @@ def compile_forward(spec: ForwardSpec, options: str) -> Any:
         *[Int32(1)] * 7,
         *strides,
         Float32(1.0),
-        *[Int32(1)] * 4,
+        *[Int32(1)] * 3,
         options=options,
     )

@@ -1,28 +1,15 @@
 """Which tiles of the output a block works on, and where they lie."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Int64, const_expr
 
+from . import barriers
 
-@cute.jit
-def rounds(tiles: Int32, blocks: Int32) -> Int32:
-    """Rounds until ``blocks`` blocks have taken all tiles, one each in a round; the last may be partial."""
-    return (tiles + blocks - 1) // blocks
-
-
-@cute.jit
-def tile_of_round(index: Int32, block: Int32, blocks: Int32, paired: Int32) -> Int32:
-    """The tile that a block takes in a round; beyond the last tile there is nothing to do.
-
-    A paired block takes the two tiles of a pair one after the other. Without pairs every second round runs
-    backwards, so that with the longest tiles first each block gets about as much.
-    """
-    place = block if (index & 1) == 0 else blocks - 1 - block
-    tile = index * blocks + place
-    if paired != 0:
-        tile = 2 * ((index >> 1) * blocks + block) + (index & 1)
-    return tile
+#: Tiles that wait in shared memory between the warp that fetches them and the warps that use them.
+SLOTS = 2
 
 
 @cute.jit
@@ -32,35 +19,84 @@ def place_of_tile(
     heads: Int32,
     batch: Int32,
     section: Int32,
-    paired: Int32,
+    levels: Int32,
     longest_first: cutlass.Constexpr,
 ) -> tuple[Int32, Int32, Int32]:
     """(query tile, query head, batch index) of a tile.
 
-    The heads of all batch entries stand in one row, cut into sections of ``section`` heads that run side by
-    side. Sections run one after the other. Inside a section the query tile is the slow index and the head the
-    fast one, so that blocks that run at the same time share K and V; the longest tiles, which a causal mask
-    puts last, start first.
-
-    With ``paired``, tiles 2i and 2i + 1 are a long and a short one of the same head, and all pairs are equally
-    long. If the number of query tiles is odd, the longest stands alone: its partner is query tile -1.
+    The query tiles of a head are cut into phases of ``levels``, and the heads of all batch entries, in one
+    row, into sections of ``section`` heads whose K and V fit in L2 together. The slowest index is the phase,
+    then come the section, the query tile in its phase, and the head in its section: blocks that run at the
+    same time share K and V. A causal mask makes the last query tiles the longest, and they start first.
     """
-    rows = m_blocks
-    number = tile
-    if paired != 0:
-        rows = (m_blocks + 1) >> 1
-        number = tile >> 1
-    tiles_of_section = rows * section
-    section_index = number // tiles_of_section
+    tiles_of_phase = levels * heads * batch
+    phase = tile // tiles_of_phase
+    first_level = phase * levels
+    levels_here = cutlass.min(levels, m_blocks - first_level)
+    rest = tile - phase * tiles_of_phase
+    tiles_of_section = levels_here * section
+    section_index = rest // tiles_of_section
     first_head = section_index * section
     heads_here = cutlass.min(section, heads * batch - first_head)
-    rest = number - section_index * tiles_of_section
-    m_block = rest // heads_here
-    head = first_head + rest - m_block * heads_here
+    rest = rest - section_index * tiles_of_section
+    level = rest // heads_here
+    head = first_head + rest - level * heads_here
+    m_block = first_level + level
     if const_expr(longest_first):
-        if paired != 0 and (tile & 1) == 1:
-            m_block = m_block - (m_blocks & 1)
-        else:
-            m_block = m_blocks - 1 - m_block
+        m_block = m_blocks - 1 - m_block
     batch_index = head // heads
     return m_block, head - batch_index * heads, batch_index
+
+
+class Supply(NamedTuple):
+    """Hands the tiles of the output to the blocks, each when it has done with the one before.
+
+    The first tile of a block is its own number; all others come from a counter in global memory, so that no
+    block waits while another has tiles left. One warp of the block, the one that loads, fetches the numbers,
+    works out the places and publishes them in a ring in shared memory, where every consumer warp finds them.
+    """
+
+    #: Address of an int32 that is 0 before the launch and, of itself, after it.
+    counter: Int64
+    tiles: Int32
+    blocks: Int32
+    #: (query tile, head, batch index) of each slot.
+    slots: cute.Tensor
+    full: cute.Pointer
+    empty: cute.Pointer
+
+    @cute.jit
+    def fetch(self) -> Int32:
+        """The next tile that no block has; at least ``tiles`` when there is none. Called by one whole warp."""
+        fetched = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            counter = cute.make_ptr(Int32, self.counter, cute.AddressSpace.gmem, assumed_align=4)
+            fetched = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+            # All blocks together fetch as often as there are tiles: one failure each makes up for the tiles
+            # that were nobody's to fetch. So this is the last fetch of the launch, and the counter is free.
+            if fetched == self.tiles - 1:
+                cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)
+        return self.blocks + cute.arch.shuffle_sync(fetched, offset=0)
+
+    @cute.jit
+    def publish(self, number: Int32, m_block: Int32, head: Int32, batch_index: Int32):
+        """Let the consumers see the block's tile ``number``; a negative query tile ends it. For one whole warp."""
+        barriers.wait_empty(self.empty, number, SLOTS)
+        if cute.arch.lane_idx() == 0:
+            slot = barriers.stage_of(number, SLOTS)
+            self.slots[0, slot] = m_block
+            self.slots[1, slot] = head
+            self.slots[2, slot] = batch_index
+            cute.arch.mbarrier_arrive(self.full + slot)
+
+    @cute.jit
+    def take(self, number: Int32) -> tuple[Int32, Int32, Int32]:
+        """The place of the block's tile ``number``, for every consumer warp; a negative query tile: no more."""
+        barriers.wait_full(self.full, number, SLOTS)
+        slot = barriers.stage_of(number, SLOTS)
+        m_block, head, batch_index = self.slots[0, slot], self.slots[1, slot], self.slots[2, slot]
+        # All lanes have read.
+        cute.arch.sync_warp()
+        barriers.release(self.empty, number, SLOTS)
+        uniform = cute.arch.make_warp_uniform
+        return uniform(m_block), uniform(head), uniform(batch_index)
