@@ -57,7 +57,7 @@ TILES: dict[tuple[int, bool], tuple[tuple[float, TileChoice], ...]] = {
         (math.inf, TileChoice(192, 128, 3, "three warpgroups hide each other's waits; wider tiles spill")),
     ),
     (64, True): (
-        (1024, TileChoice(256, 64, 4, "as without a mask")),
+        (2048, TileChoice(256, 64, 4, "as without a mask")),
         (math.inf, TileChoice(192, 128, 3, "as without a mask")),
     ),
     (128, False): ((math.inf, TileChoice(192, 80, 3, "three warpgroups in turn keep the tensor core busy")),),

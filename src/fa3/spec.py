@@ -119,7 +119,7 @@ class ForwardSpec:
             raise ValueError(f"stages={self.stages}: without a producer warp at least 2, one to read and one to fill")
         if self.pingpong and self.consumer_warpgroups < 2:
             raise ValueError(f"pingpong=True needs at least two consumer warpgroups: tile_m={self.tile_m}")
-        if self.rescale_threshold < 0 or self.rescale_threshold > 8:
+        if not 0 <= self.rescale_threshold <= 8:
             raise ValueError(f"rescale_threshold={self.rescale_threshold}: allowed are 0 to 8")
         if self.shared_bytes > SHARED_MEMORY_PER_BLOCK:
             raise ValueError(
