@@ -107,15 +107,15 @@ def accumulator_layout(ours_address: Int64, chip_address: Int64, operand_address
 
 @cute.jit
 def places_of_tiles(cases_address: Int64, out_address: Int64, count: Int32):
-    """cases (count, 5: m_blocks, heads, batch, section, first line of out) -> out (line, longest first, 3)."""
-    cases = table(cases_address, Int32, (count, 5))
+    """cases (count, 6: m_blocks, heads, batch, section, levels, first line of out) -> out (line, longest first, 3)."""
+    cases = table(cases_address, Int32, (count, 6))
     for i in cutlass.range(count, unroll=1):
-        m_blocks, heads, batch, section = cases[i, 0], cases[i, 1], cases[i, 2], cases[i, 3]
+        m_blocks, heads, batch, section, levels = (cases[i, n] for n in range(5))
         count_here = m_blocks * heads * batch
-        out = table(out_address + Int64(cases[i, 4]) * 24, Int32, (count_here, 2, 3))
+        out = table(out_address + Int64(cases[i, 5]) * 24, Int32, (count_here, 2, 3))
         for tile in cutlass.range(count_here, unroll=1):
             for longest_first in cutlass.range_constexpr(2):
-                place = tiles.place_of_tile(tile, m_blocks, heads, batch, section, longest_first == 1)
+                place = tiles.place_of_tile(tile, m_blocks, heads, batch, section, levels, longest_first == 1)
                 for n in cutlass.range_constexpr(3):
                     out[tile, longest_first, n] = place[n]
 

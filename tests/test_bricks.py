@@ -174,17 +174,18 @@ def test_mask_hides_exactly_the_keys_that_a_row_does_not_see():
 
 
 @functools.cache
-def schedules() -> list[tuple[tuple[int, int, int, int], bool, list[tuple[int, int, int]]]]:
-    """((m_blocks, heads, batch, section), longest first, [(m_block, head, batch index) of each tile])."""
+def schedules() -> list[tuple[tuple[int, int, int, int, int], bool, list[tuple[int, int, int]]]]:
+    """((m_blocks, heads, batch, section, levels), longest first, [(m_block, head, batch index) of each tile])."""
     sizes = [
-        (m_blocks, heads, batch, section)
+        (m_blocks, heads, batch, section, levels)
         for m_blocks in (1, 2, 5)
         for heads in (1, 2, 6, 8)
         for batch in (1, 3)
         for section in range(1, heads * batch + 3)
+        for levels in range(1, m_blocks + 1)
     ]
-    sizes += [(33, 24, 2, 7), (17, 32, 4, 24), (1, 128, 9, 100)]
-    counts = [m_blocks * heads * batch for m_blocks, heads, batch, _ in sizes]
+    sizes += [(33, 24, 2, 7, 33), (33, 24, 2, 7, 4), (17, 32, 4, 24, 5), (1, 128, 9, 100, 1)]
+    counts = [m_blocks * heads * batch for m_blocks, heads, batch, _, _ in sizes]
     starts = [0, *itertools.accumulate(counts)]
     cases = [(*size, start) for size, start in zip(sizes, starts, strict=False)]
     results = ints(starts[-1], 2, 3)
@@ -196,32 +197,40 @@ def schedules() -> list[tuple[tuple[int, int, int, int], bool, list[tuple[int, i
     ]
 
 
+def phase_of_tile(m_block: int, m_blocks: int, levels: int, longest_first: bool) -> int:
+    return (m_blocks - 1 - m_block if longest_first else m_block) // levels
+
+
 def test_tiles_are_numbered_one_to_one():
-    for (m_blocks, heads, batch, section), _, work in schedules():
+    for (m_blocks, heads, batch, section, levels), _, work in schedules():
         every = itertools.product(range(m_blocks), range(heads), range(batch))
-        assert sorted(work) == sorted(every), (m_blocks, heads, batch, section)
+        assert sorted(work) == sorted(every), (m_blocks, heads, batch, section, levels)
 
 
-def test_sections_of_heads_run_one_after_the_other():
-    for (_, heads, _, section), _, work in schedules():
-        sections = [(batch_index * heads + head) // section for _, head, batch_index in work]
-        assert sections == sorted(sections)
+def test_phases_come_one_after_the_other_and_in_each_the_sections_of_heads():
+    for (m_blocks, heads, _, section, levels), longest_first, work in schedules():
+        places = [
+            (phase_of_tile(m_block, m_blocks, levels, longest_first), (batch_index * heads + head) // section)
+            for m_block, head, batch_index in work
+        ]
+        assert places == sorted(places)
 
 
 def test_longest_tiles_of_a_section_start_first_under_a_causal_mask():
-    for (m_blocks, heads, _, section), longest_first, work in schedules():
-        by_section: dict[int, list[int]] = {}
+    for (m_blocks, heads, _, section, levels), longest_first, work in schedules():
+        by_section: dict[tuple[int, int], list[int]] = {}
         for m_block, head, batch_index in work:
-            by_section.setdefault((batch_index * heads + head) // section, []).append(m_block)
-        for order in by_section.values():
+            phase = phase_of_tile(m_block, m_blocks, levels, longest_first)
+            by_section.setdefault((phase, (batch_index * heads + head) // section), []).append(m_block)
+        for (phase, _), order in by_section.items():
             assert order == sorted(order, reverse=longest_first)
-            assert order[0] == (m_blocks - 1 if longest_first else 0)
+            assert order[0] == (m_blocks - 1 - phase * levels if longest_first else phase * levels)
 
 
 @pytest.mark.parametrize("group", [2, 3, 8])
 def test_heads_that_share_keys_and_values_run_side_by_side(group):
     tried = 0
-    for (m_blocks, heads, batch, section), _, work in schedules():
+    for (m_blocks, heads, batch, section, _), _, work in schedules():
         if heads % group or section % group:
             continue
         tried += 1
