@@ -6,9 +6,13 @@ import hashlib
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +21,7 @@ from fa3.compiler import build as build_module
 from fa3.compiler import inspect
 from fa3.compiler import store as store_module
 from fa3.compiler import target as target_module
-from fa3.compiler.build import Artifact, build, compile_many, require_compiler
+from fa3.compiler.build import Artifact, Outcome, build, compile_many, require_compiler
 from fa3.compiler.store import Store
 from fa3.compiler.target import RUNTIME_LIBRARY, Target, default_target, runtime_library
 from fa3.errors import CompileError, StoreError
@@ -121,6 +125,90 @@ def test_many_specs_are_compiled_and_one_failure_does_not_stop_the_rest(tmp_path
     assert [outcome.was_there for outcome in again] == [True]
 
 
+def test_of_two_that_want_the_same_kernel_one_has_compiled_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, spec = Store([tmp_path / "store"], TARGET), ToySpec(threads=32)
+    both_looked = threading.Barrier(2)
+    look = Store.facts
+    looks = []
+
+    def facts(self: Store, spec: ToySpec) -> dict[str, Any] | None:
+        found = look(self, spec)
+        looks.append(found)
+        if len(looks) <= 2:
+            both_looked.wait(60)  # each has seen that it is not there
+        return found
+
+    monkeypatch.setattr(Store, "facts", facts)
+    outcomes: list[Outcome] = []
+    threads = [
+        threading.Thread(target=lambda: outcomes.extend(compile_many([spec], store, kernels=TOY))) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert looks[:2] == [None, None]
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    assert sorted(outcome.was_there for outcome in outcomes) == [False, True]
+
+
+ENDLESS = """
+import os, pathlib, subprocess, time
+from toy_kernels import ToySpec, entry_symbol, spec_from_dict
+def compile_spec(spec, options):
+    child = subprocess.Popen(["sleep", "600"])
+    pathlib.Path(os.environ["NOTES"], f"{spec.threads}").write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(600)
+"""
+
+INTERRUPTED = """
+import sys
+from fa3.compiler.build import compile_many
+from fa3.compiler.store import Store
+from fa3.compiler.target import Target
+from toy_kernels import ToySpec
+try:
+    compile_many([ToySpec(32), ToySpec(64)], Store([sys.argv[1]], Target(13)), jobs=2, kernels="endless")
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def test_ctrl_c_ends_the_workers_with_their_children_and_removes_their_files(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    notes, temporary = tmp_path / "notes", tmp_path / "tmp"
+    notes.mkdir()
+    temporary.mkdir()
+    here = os.path.dirname(toy_kernels.__file__)
+    path = os.pathsep.join([str(tmp_path), here, str(Path(store_module.__file__).parents[2])])
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path / "store")],
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary), "NOTES": str(notes)},
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while sum(len(note.read_text().split()) for note in notes.iterdir()) < 4:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert list(temporary.iterdir()) != []
+        process.send_signal(signal.SIGINT)  # to this process alone, as `kill` does
+        assert process.wait(20) == 130
+    finally:
+        process.kill()
+    running = [int(pid) for note in notes.iterdir() for pid in note.read_text().split()]
+    assert len(running) == 4
+    assert [pid for pid in running if _runs(pid)] == []
+    assert list(temporary.iterdir()) == []
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_a_worker_that_dies_is_an_error_and_the_next_spec_gets_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,15 +234,15 @@ def test_the_older_cuda_major_can_be_chosen_when_both_are_installed(tmp_path: Pa
 
 def test_a_missing_dsl_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(CompileError, match=r'not installed: pip install "fa3\[hopper\]"'):
+    with pytest.raises(CompileError, match=r'not installed: pip install "nvidia-cutlass-dsl\[cu13\]==4\.8\.\*"'):
         require_compiler(TARGET)
-    with pytest.raises(CompileError, match=r'pip install "fa3\[hopper-cu12\]"'):
+    with pytest.raises(CompileError, match=r'pip install "nvidia-cutlass-dsl==4\.8\.\*".*\[hopper-cu12\]'):
         require_compiler(Target(cuda_major=12))
 
 
 def test_a_missing_cuda_flavour_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module, "installed_flavours", lambda: (12,))
-    with pytest.raises(CompileError, match=r'CUDA 13.*pip install "fa3\[hopper\]"'):
+    with pytest.raises(CompileError, match=r'CUDA 13.*pip install "nvidia-cutlass-dsl\[cu13\]'):
         require_compiler(TARGET)
 
 
@@ -174,7 +262,7 @@ def test_the_runtime_library_is_taken_from_the_file_or_the_folder_that_the_user_
         monkeypatch.setenv("FA3_CUTE_RUNTIME", str(named))
         assert runtime_library(13) == library
     monkeypatch.setenv("FA3_CUTE_RUNTIME", str(tmp_path / "nothing"))
-    with pytest.raises(StoreError, match=r'nothing.*pip install "fa3\[hopper\]".*FA3_CUTE_RUNTIME'):
+    with pytest.raises(StoreError, match=r'nothing.*pip install "nvidia-cutlass-dsl.*FA3_CUTE_RUNTIME'):
         runtime_library(13)
 
 

@@ -7,10 +7,12 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import stat
 import subprocess
 import sys
 import time
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -26,8 +28,15 @@ SPEC = ToySpec()
 TARGET = Target(cuda_major=13)
 
 
-def artifact(content: bytes = b"code") -> Artifact:
-    return Artifact(content, {"symbol": "toy", "sha256": hashlib.sha256(content).hexdigest(), "name": "toy"})
+def artifact(content: bytes = b"code", spec: ToySpec = SPEC, target: Target = TARGET) -> Artifact:
+    facts = {
+        "name": spec.name,
+        "spec": spec.as_dict(),
+        "target": target.as_dict(),
+        "symbol": "toy",
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+    return Artifact(content, facts)
 
 
 @pytest.fixture
@@ -72,13 +81,13 @@ def test_the_sources_hash_sees_kernels_and_compiler(tmp_path: Path, monkeypatch:
 
 
 def test_new_folders_are_private_whatever_the_umask(tmp_path: Path) -> None:
-    store = Store([tmp_path / "deep" / "store"], TARGET)
+    store = Store([tmp_path / "deep" / "deeper" / "store"], TARGET)
     before = os.umask(0)
     try:
         path = store.put(SPEC, artifact())
     finally:
         os.umask(before)
-    for folder in (path.parent, path.parent.parent, tmp_path / "deep" / "store"):
+    for folder in list(path.parents)[: len(path.parents) - len(tmp_path.parents) - 1]:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     assert store.find(SPEC) == path
@@ -149,6 +158,53 @@ def test_a_broken_artifact_is_never_found_and_is_replaced(store: Store, damage: 
     assert [entry.name for entry in path.parent.parent.iterdir() if "tmp" in entry.name] == []
 
 
+@pytest.mark.parametrize("what", ["file", "dangling link", "link to a file", "link in a circle", "link to a folder"])
+def test_what_is_no_folder_in_the_place_of_an_artifact_is_replaced(store: Store, tmp_path: Path, what: str) -> None:
+    place = store.put(SPEC, artifact()).parent
+    shutil.rmtree(place)
+    elsewhere = tmp_path / "elsewhere"
+    if what == "file":
+        place.write_text("")
+    else:
+        place.symlink_to(place if what == "link in a circle" else elsewhere)
+    if what == "link to a file":
+        elsewhere.write_text("kept")
+    elif what == "link to a folder":
+        elsewhere.mkdir()
+        (elsewhere / "note").write_text("kept")
+    assert store.find(SPEC) is None
+    assert store.fill(SPEC, lambda spec: artifact()) == artifact().facts
+    assert store.find(SPEC) == place / "kernel.so"
+    assert not place.is_symlink()
+    kept = {"link to a file": elsewhere, "link to a folder": elsewhere / "note"}.get(what)
+    assert kept is None or kept.read_text() == "kept"
+    assert [entry.name for entry in place.parent.iterdir() if "tmp" in entry.name] == []
+
+
+def test_a_file_in_the_place_of_a_prefix_is_named(store: Store) -> None:
+    store.writable_folder()
+    prefix = store.folders[0] / store.key(SPEC)[:2]
+    prefix.write_text("")
+    with pytest.raises(StoreError, match=rf"{prefix}.*must be a folder"):
+        store.put(SPEC, artifact())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        artifact(spec=ToySpec(threads=64)),
+        artifact(target=Target(cuda_major=12)),
+        Artifact(b"code", {"symbol": "toy", "sha256": hashlib.sha256(b"code").hexdigest()}),
+    ],
+    ids=["another spec", "another target", "of nobody knows what"],
+)
+def test_an_artifact_of_something_else_under_this_key_is_not_used(store: Store, other: Artifact) -> None:
+    store.put(SPEC, other)
+    assert store.find(SPEC) is None
+    assert store.fill(SPEC, lambda spec: artifact()) == artifact().facts
+    assert store.facts(SPEC) == artifact().facts
+
+
 def test_a_broken_artifact_in_a_first_folder_does_not_hide_a_whole_one(tmp_path: Path) -> None:
     first, second = Store([tmp_path / "a"], TARGET), Store([tmp_path / "b"], TARGET)
     first.put(SPEC, artifact()).write_bytes(b"broken")
@@ -163,7 +219,7 @@ def test_stacked_folders_are_read_in_order_and_the_first_writable_one_is_written
     stacked = Store([tmp_path / "shipped", tmp_path / "own"], TARGET)
     assert stacked.find(SPEC) == path
     other = ToySpec(threads=64)
-    assert (tmp_path / "own") in stacked.put(other, artifact()).parents
+    assert (tmp_path / "own") in stacked.put(other, artifact(spec=other)).parents
     (tmp_path / "shipped").chmod(0o700)
 
 
@@ -193,7 +249,10 @@ def test_a_read_only_store_is_read_without_a_lock(store: Store) -> None:
             folder.chmod(0o755)
 
 
-def _fill_slowly(folder: Path, log: Path) -> None:
+def _fill_slowly(folder: Path, log: Path, started: Barrier) -> None:
+    # Neither begins before both can: a process that starts late would find the artifact even without a lock.
+    started.wait(60)
+
     def compile_one(spec: ToySpec) -> Artifact:
         with log.open("a") as file:
             file.write("compiled\n")
@@ -206,7 +265,8 @@ def _fill_slowly(folder: Path, log: Path) -> None:
 def test_two_processes_that_want_the_same_kernel_compile_it_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     log = tmp_path / "log"
-    processes = [context.Process(target=_fill_slowly, args=(tmp_path / "store", log)) for _ in range(2)]
+    started = context.Barrier(2)
+    processes = [context.Process(target=_fill_slowly, args=(tmp_path / "store", log, started)) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:
@@ -228,7 +288,7 @@ module.Store([sys.argv[1]], TARGET).put(SPEC, artifact(b"half"))
 
 def test_a_process_killed_while_it_writes_leaves_the_store_whole(store: Store) -> None:
     other = ToySpec(threads=64)
-    store.put(other, artifact())
+    store.put(other, artifact(spec=other))
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(store_module.__file__).parents[2])])
     killed = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, str(store.folders[0])], env={**os.environ, "PYTHONPATH": path}, check=False
@@ -261,7 +321,13 @@ def test_without_artifact_and_compiler_the_error_names_spec_folders_and_remedies
     monkeypatch.setattr(store_module, "dsl_installed", lambda: False)
     with pytest.raises(CompileError) as caught:
         store.load(SPEC)
-    for part in (SPEC.name, str(store.folders[0]), "fa3 compile", "FA3_STORE", 'pip install "fa3[hopper]"'):
+    for part in (
+        SPEC.name,
+        str(store.folders[0]),
+        "fa3 compile",
+        "FA3_STORE",
+        'pip install "nvidia-cutlass-dsl[cu13]==4.8.*"',
+    ):
         assert part in str(caught.value)
 
 
@@ -283,6 +349,45 @@ def test_without_fa3_store_the_package_comes_before_the_users_cache(monkeypatch:
         assert default_store().folders == (store_module.PACKAGE_STORE, Path("/somewhere/fa3/store"))
     finally:
         default_store.cache_clear()
+
+
+def test_a_write_goes_to_the_users_cache_and_never_into_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = tmp_path / "installed" / "artifacts"
+    monkeypatch.setattr(store_module, "PACKAGE_STORE", shipped)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    default_store.cache_clear()
+    assert tmp_path / "cache" in default_store().for_target(TARGET).put(SPEC, artifact()).parents
+    assert not shipped.parent.exists()
+    # A package that has artifacts, in a folder that we could write: they are read first, and still not added to.
+    own = ToySpec(threads=64)
+    in_package = Store([shipped], TARGET).put(own, artifact(spec=own))
+    store = default_store().for_target(TARGET)
+    assert store.find(own) == in_package
+    assert tmp_path / "cache" in store.put(own, artifact(b"new", own)).parents
+    assert in_package.read_bytes() == b"code"
+    default_store.cache_clear()
+
+
+def test_looking_for_a_writable_folder_makes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "store"
+    assert Store([folder], TARGET).writable_folder(make=False) == folder
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="file is not a folder"):
+        Store([tmp_path / "file" / "store"], TARGET).writable_folder(make=False)
+
+
+def test_a_tilde_in_fa3_store_is_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FA3_STORE", os.pathsep.join(["~/a", "~nobody-of-this-name/b"]))
+    default_store.cache_clear()
+    with pytest.raises(StoreError, match="~nobody-of-this-name"):
+        default_store()
+    monkeypatch.setenv("FA3_STORE", "~/a")
+    assert default_store().folders == (tmp_path / "a",)
+    default_store.cache_clear()
 
 
 def test_facts_are_plain_json_beside_the_code(store: Store) -> None:

@@ -7,6 +7,7 @@ compilation runs in a worker process (``python -m fa3.compiler.build``) that tak
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -16,6 +17,7 @@ import json
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,12 +32,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fa3.compiler import inspect
 from fa3.compiler.target import (
-    CUDA_MAJORS,
     DSL_VERSION,
     RUNTIME_LIBRARY,
     Target,
     dsl_folder,
     dsl_installed,
+    dsl_remedy,
     installed_flavours,
 )
 from fa3.errors import CompileError, FA3Error
@@ -76,7 +78,10 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one spec in ``compile_many``: ``facts``, or else ``error``."""
+    """What became of one spec in ``compile_many``: ``facts``, or else ``error``.
+
+    ``was_there`` is True if this process did not compile it: it was in the store, or another process put it there.
+    """
 
     spec: Spec
     facts: dict[str, Any] | None
@@ -106,57 +111,80 @@ def compile_many(
     """Fill the store, ``jobs`` processes at a time; specs that are there already are not compiled again.
 
     ``progress`` is called after each spec, in the calling thread. An error of one spec does not stop the others.
+    An exception in the calling thread (Ctrl-C, or of ``progress``) ends all compiling processes before it goes on.
     """
     if jobs < 1:
         raise ValueError(f"jobs={jobs}: must be at least 1")
-    waiting: queue.SimpleQueue[Spec | None] = queue.SimpleQueue()
+    waiting: queue.SimpleQueue[Spec] = queue.SimpleQueue()
     done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
     unique = list(dict.fromkeys(specs))
     for spec in unique:
         waiting.put(spec)
     stop = threading.Event()
+    running: list[Worker] = []
+    running_lock = threading.Lock()
+
+    def start_worker() -> Worker:
+        with running_lock:
+            if stop.is_set():
+                raise CompileError("stopped")
+            running.append(Worker(store.target, kernels))
+            return running[-1]
 
     def serve() -> None:
         worker: Worker | None = None
+        compiled: set[Spec] = set()
+
+        def compile_one(spec: Spec) -> Artifact:
+            nonlocal worker
+            require_compiler(store.target)
+            if worker is None or not worker.alive:
+                if worker is not None:
+                    worker.close()
+                worker = start_worker()
+            artifact = worker.build(spec)
+            compiled.add(spec)
+            return artifact
+
         try:
             while not stop.is_set():
                 try:
                     spec = waiting.get_nowait()
                 except queue.Empty:
                     return
-                assert spec is not None
                 start = time.monotonic()
                 facts: dict[str, Any] | None = None
                 error: FA3Error | None = None
-                was_there = True
                 try:
-                    facts = store.facts(spec)
-                    if facts is None:
-                        was_there = False
-                        require_compiler(store.target)
-                        if worker is None or not worker.alive:
-                            worker = Worker(store.target, kernels)
-                        facts = store.fill(spec, worker.build)
+                    facts = store.fill(spec, compile_one)
                 except FA3Error as caught:
                     error = caught
                 except Exception as caught:  # one spec must not end the others
                     error = CompileError(f"{spec.name}: {caught!r}")
+                was_there = error is None and spec not in compiled
                 done.put(Outcome(spec, facts, error, time.monotonic() - start, was_there))
         finally:
             if worker is not None:
                 worker.close()
 
     threads = [threading.Thread(target=serve, daemon=True) for _ in range(min(jobs, len(unique)))]
-    for thread in threads:
-        thread.start()
     outcomes = []
     try:
+        for thread in threads:
+            thread.start()
         for _ in unique:
             outcomes.append(done.get())
             if progress is not None:
                 progress(outcomes[-1])
-    finally:
-        stop.set()
+    except BaseException:
+        with running_lock:
+            stop.set()
+            for worker in running:
+                worker.kill()
+        for thread in filter(threading.Thread.is_alive, threads):
+            # One that waits for the lock of another process holds no worker; it ends with this process.
+            thread.join(timeout=5)
+        raise
     for thread in threads:
         thread.join()
     return outcomes
@@ -164,13 +192,12 @@ def compile_many(
 
 def require_compiler(target: Target) -> None:
     """Raise ``CompileError`` with the remedy if this machine cannot compile for ``target``."""
-    extra = CUDA_MAJORS.get(target.cuda_major, "hopper")
     if not dsl_installed():
-        raise CompileError(f'nvidia-cutlass-dsl {DSL_VERSION} is not installed: pip install "fa3[{extra}]"')
+        raise CompileError(f"nvidia-cutlass-dsl {DSL_VERSION} is not installed: {dsl_remedy(target.cuda_major)}")
     if target.cuda_major not in installed_flavours():
         raise CompileError(
             f"the installed nvidia-cutlass-dsl has no flavour for CUDA {target.cuda_major}, "
-            f'only for {installed_flavours()}: pip install "fa3[{extra}]"'
+            f"only for {installed_flavours()}: {dsl_remedy(target.cuda_major)}"
         )
     c_compiler()
 
@@ -189,19 +216,29 @@ def c_compiler() -> str:
 
 
 class Worker:
-    """A process that compiles, one spec after the other."""
+    """A process that compiles, one spec after the other, in a session of its own.
+
+    A session of its own: Ctrl-C reaches the process that asked only, and that one ends this with its children. The
+    folder for all their temporary files belongs to the asking process too, so a killed worker leaves nothing behind.
+    """
 
     def __init__(self, target: Target, kernels: str = KERNELS) -> None:
         self._request = {"target": target.as_dict(), "kernels": kernels}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
+        self._scratch = tempfile.TemporaryDirectory(prefix="fa3-compile-", ignore_cleanup_errors=True)
         package_parent = str(Path(__file__).resolve().parents[2])
         path = [package_parent, os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "fa3.compiler.build"],
+            [sys.executable, "-m", "fa3.compiler.build", self._scratch.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, path)),
+                "TMPDIR": self._scratch.name,
+            },
+            start_new_session=True,
         )
 
     @property
@@ -220,7 +257,7 @@ class Worker:
         except OSError:
             answer = b""
         if not answer:
-            self.close()
+            self.kill()
             self._log.seek(0)
             last_words = self._log.read().decode(errors="replace")[-4000:]
             raise CompileError(
@@ -232,24 +269,35 @@ class Worker:
             raise CompileError(f"{spec.name}: {result['error']}")
         return Artifact(base64.b64decode(result["shared_object"]), result["facts"])
 
+    def kill(self) -> None:
+        """End the process and its children at once; any thread may call it."""
+        # Once waited for, its number may be another's.
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._scratch.cleanup()
+
     def close(self) -> None:
-        """End the process. A worker between two specs ends at once, one in the middle is killed."""
+        """End the process, at once if it is between two specs, and free what it held."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
             self._process.stdin.close()
             self._process.wait(timeout=2)
         except (OSError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
+            pass
+        self.kill()
         self._process.stdout.close()
+        self._log.close()
 
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.kill()
         self.close()
-        self._log.close()
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -264,7 +312,7 @@ def _compile_and_link(spec: Spec, target: Target, kernels: ModuleType) -> Artifa
     if not cutlass.__version__.startswith(DSL_VERSION + "."):
         raise CompileError(
             f"nvidia-cutlass-dsl {cutlass.__version__} is installed, {DSL_VERSION}.* is supported: "
-            f'pip install "fa3[{CUDA_MAJORS[target.cuda_major]}]"'
+            f"{dsl_remedy(target.cuda_major)}"
         )
     symbol = kernels.entry_symbol(spec)
     compiled = kernels.compile_spec(spec, f"--enable-tvm-ffi --gpu-arch {target.arch} --keep-ptx --keep-cubin")
@@ -332,40 +380,43 @@ def _select_flavour(cuda_major: int) -> None:
     parent._cutlass_ir = extension  # type: ignore[attr-defined]
 
 
-def _serve() -> None:
+def _serve(scratch: str) -> None:
     # Answers go to the real standard output; whatever the DSL prints goes to the log.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    with tempfile.TemporaryDirectory(prefix="fa3-compile-") as scratch:
-        # Without a dump folder the cubin is not kept; without these two the DSL writes into shared folders.
-        os.environ["CUTE_DSL_DUMP_DIR"] = scratch
-        os.environ["CUTE_DSL_CACHE_DIR"] = scratch
-        os.environ["CUTE_DSL_DISABLE_FILE_CACHING"] = "1"
-        selected = False
-        for line in sys.stdin:
-            request = json.loads(line)
-            try:
-                target = Target(**request["target"])
-                if not selected:
-                    _select_flavour(target.cuda_major)
-                    selected = True
-                kernels = importlib.import_module(request["kernels"])
-                make_spec = getattr(kernels, "spec_from_dict", spec_from_dict)
-                artifact = _compile_and_link(make_spec(request["spec"]), target, kernels)
-                answer = {
-                    "shared_object": base64.b64encode(artifact.shared_object).decode(),
-                    "facts": artifact.facts,
-                }
-            except CompileError as error:
-                answer = {"error": str(error)}
-            except Exception:
-                answer = {"error": traceback.format_exc()[-4000:]}
-            answers.write(json.dumps(answer) + "\n")
-            answers.flush()
-            for leftover in Path(scratch).iterdir():
-                if leftover.is_file():
-                    leftover.unlink()
+    # Without a dump folder the cubin is not kept; without these two the DSL writes into shared folders.
+    os.environ["CUTE_DSL_DUMP_DIR"] = scratch
+    os.environ["CUTE_DSL_CACHE_DIR"] = scratch
+    os.environ["CUTE_DSL_DISABLE_FILE_CACHING"] = "1"
+    selected = False
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            target = Target(**request["target"])
+            if not selected:
+                _select_flavour(target.cuda_major)
+                selected = True
+            kernels = importlib.import_module(request["kernels"])
+            make_spec = getattr(kernels, "spec_from_dict", spec_from_dict)
+            artifact = _compile_and_link(make_spec(request["spec"]), target, kernels)
+            answer = {
+                "shared_object": base64.b64encode(artifact.shared_object).decode(),
+                "facts": artifact.facts,
+            }
+        except CompileError as error:
+            answer = {"error": str(error)}
+        except Exception:
+            answer = {"error": traceback.format_exc()[-4000:]}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+        for leftover in Path(scratch).iterdir():
+            if leftover.is_file():
+                leftover.unlink()
 
 
 if __name__ == "__main__":
-    _serve()
+    try:
+        _serve(sys.argv[1])
+    finally:
+        # Its owner does this too, unless it was killed.
+        shutil.rmtree(sys.argv[1], ignore_errors=True)

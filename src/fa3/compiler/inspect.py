@@ -1,6 +1,6 @@
 """What the assembler made of a kernel: registers, spills, instruction counts, and whether the overlap survived.
 
-Read from the machine code with NVIDIA's cuobjdump and nvdisasm (``pip install "fa3[inspect]"``); needs no GPU.
+Read from the machine code with NVIDIA's cuobjdump and nvdisasm (fa3's extra ``inspect``); needs no GPU.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def tools_installed() -> bool:
 def _run_tool(name: str, arguments: Sequence[str], cubin: bytes) -> str:
     tool = find_tool(name)
     if tool is None:
-        raise CompileError(f'{name} not found: pip install "fa3[inspect]", or set CUDA_HOME to a CUDA toolkit')
+        raise CompileError(f"{name} not found: pip install nvidia-cuda-{name}, or set CUDA_HOME to a CUDA toolkit")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -3,14 +3,15 @@
 Layout: ``<folder>/<first two of the key>/<key>/kernel.so`` beside ``facts.json``. An artifact appears by one
 rename of a complete folder, so a reader sees all of it or nothing; its content hash is checked at each load.
 
-An artifact is code. Folders that we make are ours with mode 0700. Folders that we read must not be writable
-by group or others, and must be owned by us, by root or by the owner of this package, or be named in
-``FA3_STORE``.
+An artifact is code. Folders that we make, parents of the store too, are ours with mode 0700. Folders that we
+read must not be writable by group or others, and must be owned by us, by root or by the owner of this package,
+or be named in ``FA3_STORE``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fa3.compiler.target import CUDA_MAJORS, Target, default_target, dsl_installed, load_runtime_library
+from fa3.compiler.target import Target, default_target, dsl_installed, dsl_remedy, load_runtime_library
 from fa3.errors import CompileError, StoreError
 
 if TYPE_CHECKING:
@@ -33,12 +34,13 @@ if TYPE_CHECKING:
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
-#: Artifacts that came with the package, if any.
+#: Artifacts that came with the package, if any: read, never written.
 PACKAGE_STORE = _PACKAGE / "artifacts"
 
 _SHARED_OBJECT = "kernel.so"
 _FACTS = "facts.json"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 _log = logging.getLogger("fa3.store")
 
@@ -59,16 +61,28 @@ class Store:
     """Stacked folders of artifacts, first hit wins; the first one that is ours and writable takes new ones.
 
     Args:
-        folders: folders to look in, in this order. They need not exist.
+        folders: folders to look in, in this order. They need not exist; ``~`` is the user's home.
         target: what the artifacts are for; the default is this machine.
         named: True if the user chose these folders, so that any owner is fine and an unsafe one is an error;
             False for default places, where an unsafe or foreign folder is passed over.
+        read_only: folders to look in before these, and never to write to.
+
+    Raises:
+        StoreError: no folder is given, or one begins with the ``~`` of a user who does not exist.
     """
 
-    def __init__(self, folders: Sequence[str | os.PathLike[str]], target: Target | None = None, named: bool = True):
+    def __init__(
+        self,
+        folders: Sequence[str | os.PathLike[str]],
+        target: Target | None = None,
+        named: bool = True,
+        read_only: Sequence[str | os.PathLike[str]] = (),
+    ) -> None:
         if not folders:
             raise StoreError("a store needs at least one folder: see FA3_STORE")
-        self.folders = tuple(Path(folder) for folder in folders)
+        self._takes_new = _expanded(folders)
+        self._read_only = _expanded(read_only)
+        self.folders = self._read_only + self._takes_new
         self.target = default_target() if target is None else target
         self._named = named
         self._loaded: dict[Any, Callable[..., Any]] = {}
@@ -76,7 +90,7 @@ class Store:
 
     def for_target(self, target: Target) -> Store:
         """The same folders, for artifacts of another target."""
-        return Store(self.folders, target, self._named)
+        return Store(self._takes_new, target, self._named, self._read_only)
 
     def key(self, spec: Spec) -> str:
         """64 hex digits: SHA-256 over the spec, the sources of kernels and compiler, and the target."""
@@ -143,33 +157,23 @@ class Store:
                 facts = artifact.facts
         return facts
 
-    def writable_folder(self) -> Path:
-        """The first folder that is ours and writable, made with mode 0700 if it does not exist.
+    def writable_folder(self, make: bool = True) -> Path:
+        """The first folder that is ours and writable; ``make`` it, with mode 0700, if it does not exist.
 
         Raises:
             StoreError: there is none; the message says why not for each.
         """
         reasons = []
-        for folder in self.folders:
+        for folder in self._takes_new:
             try:
-                if not folder.exists():
-                    folder.parent.mkdir(parents=True, exist_ok=True)
-                    folder.mkdir(mode=0o700, exist_ok=True)
-                status = folder.stat()
+                if make:
+                    _make_folders(folder)
+                reason = _why_not_writable(folder)
             except OSError as error:
-                reasons.append(f"{folder}: {error.strerror}")
-                continue
-            if not stat.S_ISDIR(status.st_mode):
-                reasons.append(f"{folder}: not a folder")
-            elif status.st_uid != os.geteuid():
-                reasons.append(f"{folder}: owned by user {status.st_uid}, we are {os.geteuid()}")
-            elif status.st_mode & _OTHERS_WRITE:
-                reasons.append(f"{folder}: writable by group or others (chmod go-w {folder})")
-            # The bits as well as access(), which is always granted to root.
-            elif not status.st_mode & stat.S_IWUSR or not os.access(folder, os.W_OK | os.X_OK):
-                reasons.append(f"{folder}: read-only")
-            else:
+                reason = error.strerror or str(error)
+            if reason is None:
                 return folder
+            reasons.append(f"{folder}: {reason}")
         raise StoreError(
             f"no folder of the store takes new artifacts ({'; '.join(reasons)}): "
             f"name one of yours in FA3_STORE (several are separated by {os.pathsep!r})"
@@ -183,10 +187,8 @@ class Store:
             place = folder / key[:2] / key
             try:
                 place.stat()
-            except (FileNotFoundError, NotADirectoryError):
-                continue
             except OSError as error:
-                if self._named:
+                if self._named and error.errno not in _NOT_THERE:
                     raise StoreError(f"{place}: {error.strerror}; the folder must be readable for us") from error
                 continue
             unsafe = self._unsafe(folder, place.parent, place, place / _SHARED_OBJECT, place / _FACTS)
@@ -199,8 +201,16 @@ class Store:
             if facts is None:
                 _log.warning("broken artifact of %s in %s: not used", spec.name, place)
                 continue
+            if not self._is_for(facts, spec):
+                # Its key says what it should be; a kernel of another spec would compute something else.
+                _log.warning("%s holds an artifact of %s, not of %s: not used", place, facts.get("name"), spec.name)
+                continue
             return place / _SHARED_OBJECT, facts
         return None
+
+    def _is_for(self, facts: dict[str, Any], spec: Spec) -> bool:
+        asked = json.loads(json.dumps({"spec": spec.as_dict(), "target": self.target.as_dict()}))
+        return {name: facts.get(name) for name in asked} == asked
 
     def _unsafe(self, *paths: Path) -> str | None:
         """Why one of these paths must not be trusted, or None."""
@@ -228,12 +238,11 @@ class Store:
 
     def _compile(self, spec: Spec) -> None:
         if not dsl_installed():
-            extra = CUDA_MAJORS.get(self.target.cuda_major, "hopper")
             raise CompileError(
                 f"{spec.name} is not in the store ({', '.join(map(str, self.folders))}) for CUDA "
                 f"{self.target.cuda_major}, and the CuTe DSL to compile it is not installed: fill a store elsewhere "
                 f"with `fa3 compile --preset all --store DIR` and name it in FA3_STORE, "
-                f'or pip install "fa3[{extra}]"'
+                f"or {dsl_remedy(self.target.cuda_major)}"
             )
         from fa3.compiler.build import build
 
@@ -247,8 +256,11 @@ class Store:
         """Hold the lock of one key; the operating system frees it when the process dies."""
         key = self.key(spec)
         place = folder / key[:2]
-        place.mkdir(mode=0o700, exist_ok=True)
-        handle = os.open(place / f".{key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            place.mkdir(mode=0o700, exist_ok=True)
+            handle = os.open(place / f".{key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreError(f"cannot write {place}: {error.strerror}; it must be a folder of ours") from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
@@ -260,23 +272,74 @@ class Store:
         key = self.key(spec)
         parent = folder / key[:2]
         place = parent / key
-        # Only the holder of the lock makes these, so what is there was left by an interrupted process.
-        for leftover in parent.glob(f".tmp-{key}-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".tmp-{key}-", dir=parent))  # mode 0700
+        old = parent / f".tmp-{key}-old"
         try:
-            _write_synced(scratch / _SHARED_OBJECT, artifact.shared_object)
-            _write_synced(scratch / _FACTS, json.dumps(artifact.facts, indent=1).encode())
-            _sync_folder(scratch)
-            if place.exists():
-                # Broken, or found unsafe: move it away whole, a folder with content cannot be renamed over.
-                os.rename(place, parent / f".tmp-{key}-old")
-            os.rename(scratch, place)
-            _sync_folder(parent)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-            shutil.rmtree(parent / f".tmp-{key}-old", ignore_errors=True)
+            # Only the holder of the lock makes these, so what is there was left by an interrupted process.
+            for leftover in parent.glob(f".tmp-{key}-*"):
+                _remove(leftover)
+            scratch = Path(tempfile.mkdtemp(prefix=f".tmp-{key}-", dir=parent))  # mode 0700
+            try:
+                _write_synced(scratch / _SHARED_OBJECT, artifact.shared_object)
+                _write_synced(scratch / _FACTS, json.dumps(artifact.facts, indent=1).encode())
+                _sync_folder(scratch)
+                if os.path.lexists(place):
+                    # Broken, unsafe or no folder at all: away with it whole, since a folder can be renamed
+                    # over an empty folder only.
+                    os.rename(place, old)
+                os.rename(scratch, place)
+                _sync_folder(parent)
+            finally:
+                _remove(scratch)
+                _remove(old)
+        except OSError as error:
+            raise StoreError(f"cannot write {place}: {error.strerror}") from error
         return place / _SHARED_OBJECT
+
+
+def _expanded(folders: Sequence[str | os.PathLike[str]]) -> tuple[Path, ...]:
+    try:
+        return tuple(Path(folder).expanduser() for folder in folders)
+    except RuntimeError as error:  # no such user
+        raise StoreError(f"store {os.pathsep.join(map(str, folders))}: {error}") from error
+
+
+def _make_folders(folder: Path) -> None:
+    # One by one: Path.mkdir(parents=True) gives parents whatever mode the umask leaves.
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for each in reversed(missing):
+        each.mkdir(mode=0o700, exist_ok=True)
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    """Why no artifact can be written to ``folder``, or None; of one that does not exist its nearest parent counts."""
+    existing = folder
+    while not os.path.lexists(existing) and existing != existing.parent:
+        existing = existing.parent
+    status = existing.stat()
+    name = "not a folder" if existing == folder else f"{existing} is not a folder"
+    if not stat.S_ISDIR(status.st_mode):
+        return name
+    if existing == folder and status.st_uid != os.geteuid():
+        return f"owned by user {status.st_uid}, we are {os.geteuid()}"
+    if existing == folder and status.st_mode & _OTHERS_WRITE:
+        return f"writable by group or others (chmod go-w {folder})"
+    # The bits as well as access(), which is always granted to root.
+    own_bits = existing != folder or status.st_mode & stat.S_IWUSR
+    if not own_bits or not os.access(existing, os.W_OK | os.X_OK):
+        return "read-only" if existing == folder else f"{existing} is read-only"
+    return None
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder with its content, a file or a link, if it is there and can be removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _read_whole(place: Path) -> dict[str, Any] | None:
@@ -311,10 +374,13 @@ def _sync_folder(folder: Path) -> None:
 
 @functools.cache
 def default_store() -> Store:
-    """The store of this process: the folders of ``FA3_STORE``, else the package's own, then the user's cache."""
+    """The store of this process: the folders of ``FA3_STORE``, else the package's own, then the user's cache.
+
+    The package's own is read only: what is installed is not for a running program to change.
+    """
     asked = os.environ.get("FA3_STORE")
     if asked:
         return Store([folder for folder in asked.split(os.pathsep) if folder])
     import platformdirs  # here, since FA3_STORE makes it unnecessary
 
-    return Store([PACKAGE_STORE, Path(platformdirs.user_cache_dir("fa3")) / "store"], named=False)
+    return Store([Path(platformdirs.user_cache_dir("fa3")) / "store"], named=False, read_only=[PACKAGE_STORE])

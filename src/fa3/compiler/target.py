@@ -19,8 +19,11 @@ from fa3.errors import CompileError, StoreError
 #: Release of the CuTe DSL (``nvidia-cutlass-dsl``) that the kernels are written for.
 DSL_VERSION = "4.8"
 
-#: CUDA majors the DSL is published for, newest first, with the extra that installs each.
+#: CUDA majors the DSL is published for, newest first, with fa3's extra that installs each.
 CUDA_MAJORS = {13: "hopper", 12: "hopper-cu12"}
+
+#: CUDA major -> the package that the extra asks for, without its version.
+_DSL_PACKAGES = {13: "nvidia-cutlass-dsl[cu13]", 12: "nvidia-cutlass-dsl"}
 
 #: File name of the DSL's runtime library, which every artifact is linked against.
 RUNTIME_LIBRARY = "libcute_dsl_runtime.so"
@@ -50,6 +53,16 @@ class Target:
             "host": self.host,
             "tvm_ffi_abi": self.tvm_ffi_abi,
         }
+
+
+def dsl_remedy(cuda_major: int | None = None) -> str:
+    """How to install the DSL for a CUDA major (default: the newest), for error messages."""
+    major = cuda_major if cuda_major in CUDA_MAJORS else next(iter(CUDA_MAJORS))
+    assert major is not None
+    return (
+        f'pip install "{_DSL_PACKAGES[major]}=={DSL_VERSION}.*" '
+        f"(in fa3's source tree: pip install '.[{CUDA_MAJORS[major]}]')"
+    )
 
 
 def default_target() -> Target:
@@ -144,7 +157,7 @@ def runtime_library(cuda_major: int) -> Path:
     """
     asked = os.environ.get("FA3_CUTE_RUNTIME")
     if asked:
-        given = Path(asked)
+        given = Path(os.path.expanduser(asked))
         places = [given, given / RUNTIME_LIBRARY, given / f"cu{cuda_major}" / RUNTIME_LIBRARY]
     else:
         folder = dsl_folder()
@@ -155,8 +168,7 @@ def runtime_library(cuda_major: int) -> Path:
     where = f"FA3_CUTE_RUNTIME={asked!r}" if asked else "no package nvidia-cutlass-dsl of this CUDA major"
     raise StoreError(
         f"{RUNTIME_LIBRARY} for CUDA {cuda_major} not found ({where}): "
-        f'pip install "fa3[{CUDA_MAJORS.get(cuda_major, "hopper")}]", '
-        f"or set FA3_CUTE_RUNTIME to that file or its folder"
+        f"{dsl_remedy(cuda_major)}, or set FA3_CUTE_RUNTIME to that file or its folder"
     )
 
 
