@@ -88,8 +88,43 @@ class TestMain:
         captured = capsys.readouterr()
         assert captured.out == ""
         assert captured.err == (
-            "fa3 explain: --shape '1,2,3': expected four positive integers B,S,H,D: batch, seqlen, heads, head dim\n"
+            "fa3 explain: --shape '1,2,3': expected four positive integers B,S,H,D below 2**31: "
+            "batch, seqlen, heads, head dim\n"
         )
+
+    @pytest.mark.parametrize(
+        ("error", "line", "code"),
+        [
+            (FA3Error("no way"), "no way", 2),
+            (NotImplementedError("later"), "later", 2),
+            (TypeError("q: list"), "TypeError: q: list", 2),
+            (PermissionError(13, "Permission denied", "/x"), "/x: Permission denied", 1),
+            (RuntimeError("CUDA out of memory. Tried\nand tried"), "not enough memory: CUDA out of memory. Tried", 1),
+            (RuntimeError("broken\nat line 1"), "RuntimeError: broken", 1),
+            (MemoryError(), "not enough memory: MemoryError", 1),
+        ],
+    )
+    def test_an_error_is_one_line_and_a_traceback_only_where_asked_for(self, monkeypatch, capsys, error, line, code):
+        def failing(problem):
+            raise error
+
+        monkeypatch.setattr(explain, "explanation", failing)
+        assert main(["explain", "--shape", "1,2,3,64"]) == code
+        assert capsys.readouterr().err == f"fa3 explain: {line}\n"
+        with pytest.raises(type(error)):
+            main(["--traceback", "explain", "--shape", "1,2,3,64"])
+
+    def test_a_reader_that_has_gone_is_no_error(self):
+        shown = subprocess.run(
+            [f"{sys.executable} -m fa3 explain --shape 1,512,2,64 | true; echo ${{PIPESTATUS[0]}}"],
+            shell=True,
+            executable="/bin/bash",
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        )
+        assert (shown.stdout, shown.stderr) == ("1\n", "")
 
     def test_ctrl_c_ends_with_130(self, monkeypatch, capsys):
         def interrupted(problem):
@@ -130,18 +165,34 @@ class TestExplain:
         planned = plan(explain.problem_of(arguments), H200)
         assert said["plan"]["spec"] == planned.spec.as_dict()
         assert said["plan"]["reasons"] == list(planned.reasons)
-        assert said["plan"]["grid_blocks"] == planned.grid_blocks
+        assert said["plan"]["grid_blocks"] == planned.order.blocks
         assert (said["flops"], said["bytes"]) == (planned.flops, planned.bytes_moved)
 
     def test_it_shows_the_facts_of_the_artifact_in_the_store(self, capsys, tmp_path):
         (spec,) = shipped_specs("smoke")
         content = b"not a real kernel"
         facts = {"symbol": "fa3_forward", "sha256": hashlib.sha256(content).hexdigest(), "registers": 168, "spills": 0}
-        path = Store([tmp_path / "store"]).put(spec, Artifact(content, facts))
+        store = Store([tmp_path / "store"])
+        facts |= {"spec": spec.as_dict(), "target": store.target.as_dict()}
+        path = store.put(spec, Artifact(content, facts))
         said = self.said(capsys, "--shape", "1,16384,16,128")
         assert said["artifact"] == {"state": "in the store", "path": str(path), **facts}
         assert main(["explain", "--shape", "1,16384,16,128"]) == 0
         assert "registers: 168" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("store", ["a file", "under a file", "open to others"])
+    def test_a_store_that_cannot_be_used_promises_no_compilation(self, capsys, monkeypatch, tmp_path, store):
+        folder = tmp_path / "place"
+        if store == "open to others":
+            folder.mkdir()
+            folder.chmod(0o777)
+        else:
+            folder.write_text("")
+        monkeypatch.setenv("FA3_STORE", str(folder / "store" if store == "under a file" else folder))
+        default_store.cache_clear()
+        said = self.said(capsys, "--shape", "1,16384,16,128")
+        assert "the first call compiles it" not in said["artifact"]["state"]
+        assert "cannot compile it: no folder of the store takes new artifacts" in said["artifact"]["state"]
 
     def test_roofline_times_are_work_over_rate(self, capsys):
         said = self.said(capsys, "--shape", "1,16384,16,128")
@@ -169,6 +220,10 @@ class TestExplain:
             (["--shape", "1,128,4,63"], "head_dim"),
             (["--shape", "1,128,4,64", "--softmax-scale", "-1"], "softmax_scale"),
             (["--shape", "1,128,-4,64"], "--shape"),
+            (["--shape", "1,128,²,64"], "--shape"),
+            (["--shape", "1,128,4,64,"], "--shape"),
+            (["--shape", f"1,{2**31},4,64"], "--shape"),
+            (["--shape", "1," + "9" * 5000 + ",4,64"], "--shape"),
         ],
     )
     def test_a_problem_that_cannot_be_is_refused_by_name(self, capsys, arguments, named):
@@ -195,7 +250,7 @@ class TestCheck:
         assert main(["check"]) == 1
         out = capsys.readouterr().out
         assert "550.54.15, too old" in out
-        assert "driver 580 on runs fa3[hopper], 575.51 on runs fa3[hopper-cu12]" in out
+        assert "driver 580 on runs the extra hopper, 575.51 on runs hopper-cu12" in out
         assert "not ready" in out
 
     def test_a_hopper_gpu_without_the_runtime_library_is_not_ready(self, capsys, monkeypatch, tmp_path):
@@ -215,6 +270,26 @@ class TestCheck:
         default_store.cache_clear()
         main(["check"])
         assert f"chmod -R go-w {folder}" in capsys.readouterr().out
+
+    def test_it_makes_no_folder(self, tmp_path, capsys):
+        main(["check"])
+        assert not (tmp_path / "store").exists()
+        assert "new artifacts" not in capsys.readouterr().out
+
+    @pytest.mark.parametrize("hopper", [False, True])
+    def test_a_store_that_is_a_file_is_named(self, capsys, monkeypatch, tmp_path, hopper):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setattr(check, "_hopper", lambda: (hopper, "a GPU or none"))
+        monkeypatch.setattr(check, "driver_version", lambda: "580.95.05")
+        monkeypatch.setenv("FA3_STORE", str(tmp_path / "file"))
+        default_store.cache_clear()
+        main(["check", "--json"])
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        (store,) = [finding for finding in findings if finding["subject"] == "store"]
+        assert store["status"] == ("missing" if hopper else "note")
+        assert store["found"].endswith("file: not a folder")
+        (kernels,) = [finding for finding in findings if finding["subject"] == "kernels"]
+        assert "the first call compiles" not in kernels["remedy"]
 
     @pytest.mark.parametrize(
         ("version", "extra"),
@@ -245,6 +320,35 @@ class TestDemo:
         assert "plain PyTorch" in out
         assert "never made by fa3: 4 MB" in out
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+    @pytest.mark.parametrize("command", [["demo", "--png"], ["bench", "--png"], ["bench", "--json"]])
+    @pytest.mark.parametrize("path", [".", "/proc/x/y", "file/y", "/dev/null"])
+    def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
+        self, capsys, monkeypatch, tmp_path, command, path
+    ):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "file").write_text("")
+        monkeypatch.setattr(torch, "randn", lambda *_, **__: pytest.fail("it ran"))
+        monkeypatch.setattr(bench, "inputs", lambda *_: pytest.fail("it ran"))
+        assert main([*command, path]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith(f"fa3 {command[0]}: {command[1]} {path}: ")
+
+    @pytest.mark.parametrize("command", ["demo", "bench"])
+    def test_a_picture_that_is_asked_for_needs_matplotlib_before_anything_runs(
+        self, capsys, monkeypatch, tmp_path, command
+    ):
+        monkeypatch.setattr(plots, "available", lambda: False)
+        assert main([command, "--png", str(tmp_path / "a.png")]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "pip install matplotlib" in captured.err
+
+    @on_cpu
+    def test_a_problem_that_does_not_fit_is_refused_before_it_takes_the_memory(self, capsys, tmp_path):
+        assert main(["demo", "--shape", "1,2000000,16,64", "--png", str(tmp_path / "a.png")]) == 2
+        assert "512,028.7 GB, and" in capsys.readouterr().err
 
     def test_plain_attention_is_attention(self):
         q, k, v = (torch.randn(1, 65, 2, 32, dtype=torch.float64) for _ in range(3))
@@ -461,7 +565,7 @@ class TestFigures:
             plots.save(plots.figure_of(drawn), tmp_path / name)
         assert (tmp_path / "first.png").read_bytes() == (tmp_path / "second.png").read_bytes()
 
-    def test_without_matplotlib_the_error_names_the_extra(self, monkeypatch):
+    def test_without_matplotlib_the_error_names_the_remedy(self, monkeypatch):
         monkeypatch.setattr(plots, "available", lambda: False)
-        with pytest.raises(FA3Error, match=r"fa3\[bench\]"):
+        with pytest.raises(FA3Error, match="pip install matplotlib"):
             plots.figure_of(result(rows=[row()]))

@@ -183,7 +183,7 @@ def test_the_gpu_binary_is_cut_out_of_a_shared_object() -> None:
 
 def test_a_missing_tool_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspect, "find_tool", lambda name: None)
-    with pytest.raises(CompileError, match=r'cuobjdump not found: pip install "fa3\[inspect\]"'):
+    with pytest.raises(CompileError, match="cuobjdump not found: pip install nvidia-cuda-cuobjdump"):
         inspect.report(b"")
     assert inspect.report_or_none(b"") is None
 
@@ -226,3 +226,12 @@ def test_the_command_fails_when_a_promise_is_broken(
 def test_the_command_fails_for_a_name_that_is_neither_spec_nor_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command("forward_of_nothing") == 1
     assert "neither a shipped spec" in capsys.readouterr().err
+
+
+def test_a_kernel_that_is_not_in_the_store_is_no_broken_promise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("--preset", "smoke", "--store", str(tmp_path / "store"), "--cuda", "13") == 1
+    printed = capsys.readouterr()
+    assert "0 kernels inspected, 0 broken promises, 1 not in the store" in printed.out
+    assert "not in the store: fa3 compile" in printed.err

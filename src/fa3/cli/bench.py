@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 import fa3
-from fa3.cli import peers
+from fa3.cli import peers, plots
+from fa3.cli.files import check_output, positive_integer
 from fa3.cli.measure import (
     DTYPES,
     Cell,
@@ -63,21 +64,24 @@ def parse_cells(text: str, tokens: int, hidden: int) -> list[Cell]:
     cells = []
     for item in text.split(","):
         parts = item.split("-")
-        if len(parts) != 3 or parts[1] not in MASKS or not (parts[0].isdigit() and parts[2].isdigit()):
+        if len(parts) != 3 or parts[1] not in MASKS:
             raise ValueError(f"--cells {item!r}: expected D-MASK-SEQLEN with a mask of {MASKS}, e.g. 128-full-16384")
-        head_dim, seqlen = int(parts[0]), int(parts[2])
-        if head_dim < 1 or seqlen < 1:
-            raise ValueError(f"--cells {item!r}: head dim and sequence length must be at least 1")
+        head_dim, seqlen = positive_integer(parts[0]), positive_integer(parts[2])
+        if head_dim is None or seqlen is None:
+            raise ValueError(f"--cells {item!r}: head dim and sequence length must be integers from 1 to 2**31 - 1")
         cells.append(make_cell(head_dim, parts[1] == "causal", seqlen, tokens, hidden))
     return cells
 
 
 def parse_integers(name: str, text: str) -> list[int]:
     """Positive integers from a comma-separated list."""
-    items = text.split(",")
-    if not all(item.isdigit() and int(item) > 0 for item in items):
-        raise ValueError(f"{name} {text!r}: expected positive integers with commas between them")
-    return [int(item) for item in items]
+    numbers = []
+    for item in text.split(","):
+        number = positive_integer(item)
+        if number is None:
+            raise ValueError(f"{name} {text!r}: expected positive integers with commas between them")
+        numbers.append(number)
+    return numbers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -265,6 +269,11 @@ def run(args: argparse.Namespace) -> int:
     if args.ablation and not on_gpu:
         raise ValueError("--ablation runs the kernel's schedules: it needs a Hopper GPU")
     cells = _choose_cells(args, on_gpu)
+    if args.json:
+        check_output("--json", args.json)
+    if args.png:
+        plots.require()
+        check_output("--png", args.png)
     steady_seqlens = _steady_seqlens(args.steady, cells, on_gpu and not args.quick)
     impls, missing = peers.find(device, tuple(args.impls.split(",")) if args.impls else None)
     sensors = Sensors(device)
@@ -299,8 +308,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(f"wrote {args.json}")
     if args.png and result["rows"]:
-        from fa3.cli import plots
-
         plots.save(plots.figure_of(result), args.png)
         print(f"wrote {args.png}")
     return 0 if result["rows"] else 1

@@ -125,8 +125,8 @@ def _machine(hopper: bool, gpus: str) -> Iterator[Finding]:
         yield Finding("driver", "missing" if hopper else "note", "none", driver_remedy)
     else:
         extra = extra_for_driver(parse_driver(version))
-        fits = f"fits fa3[{extra}]" if extra else "too old"
-        remedy = "" if extra else "driver 580 on runs fa3[hopper], 575.51 on runs fa3[hopper-cu12]"
+        fits = f"fits the extra {extra}" if extra else "too old"
+        remedy = "" if extra else "driver 580 on runs the extra hopper, 575.51 on runs hopper-cu12"
         yield Finding("driver", "ok" if extra else "missing" if hopper else "note", f"{version}, {fits}", remedy)
 
 
@@ -151,10 +151,10 @@ def _compile_side(hopper: bool, artifacts: int) -> Iterator[Finding]:
     # With artifacts in the store nothing is compiled, so what compiles is not needed.
     needed: Status = "missing" if hopper and not artifacts else "note"
     if dsl is None:
-        remedy = 'pip install "fa3[hopper]" to compile kernels here (no GPU is needed for that)'
+        remedy = f"to compile kernels here (no GPU is needed for that): {target.dsl_remedy()}"
         yield Finding("CuTe DSL", needed, "none", remedy)
     elif not dsl.startswith(target.DSL_VERSION + "."):
-        remedy = f'{target.DSL_VERSION}.* is supported: pip install "fa3[hopper]"'
+        remedy = f"{target.DSL_VERSION}.* is supported: {target.dsl_remedy()}"
         yield Finding("CuTe DSL", needed, dsl, remedy)
     else:
         majors = ", ".join(f"CUDA {major}" for major in target.installed_flavours()) or "no flavour"
@@ -179,7 +179,8 @@ def count_artifacts(folder: Path) -> int:
         return 0
 
 
-def _store(store: Store, hopper: bool) -> Iterator[Finding]:
+def _store(store: Store, hopper: bool, complete: bool) -> Iterator[Finding]:
+    """The folders, and whether a new artifact has a place; which matters where the store is not ``complete``."""
     trouble: Status = "missing" if hopper else "note"
     for folder in store.folders:
         try:
@@ -190,6 +191,9 @@ def _store(store: Store, hopper: bool) -> Iterator[Finding]:
         except OSError as error:
             yield Finding("store", trouble, f"{folder}: {error.strerror}", "let this user read it")
             continue
+        if not stat.S_ISDIR(mode):
+            yield Finding("store", trouble, f"{folder}: not a folder", "name a folder in FA3_STORE")
+            continue
         if mode & (stat.S_IWGRP | stat.S_IWOTH):
             remedy = f"an artifact is code: chmod -R go-w {folder}"
             yield Finding("store", trouble, f"{folder}: others may write to it", remedy)
@@ -197,9 +201,9 @@ def _store(store: Store, hopper: bool) -> Iterator[Finding]:
         access = "writable" if os.access(folder, os.W_OK | os.X_OK) else "read-only"
         yield Finding("store", "ok", f"{folder}: {count_artifacts(folder)} artifacts, {access}")
     try:
-        store.writable_folder()
+        store.writable_folder(make=False)
     except FA3Error as error:
-        yield Finding("new artifacts", "note", "no place for them", str(error))
+        yield Finding("new artifacts", "note" if complete else trouble, "no place for them", str(error))
 
 
 def usable_artifacts(store: Store) -> tuple[int, int]:
@@ -214,13 +218,19 @@ def findings() -> tuple[list[Finding], bool]:
     """Everything that was looked at, and whether this machine is ready."""
     hopper, gpus = _hopper()
     found = [*_machine(hopper, gpus), *_packages(hopper)]
-    artifacts = 0
+    artifacts = shipped = 0
     store_lines: list[Finding] = []
     try:
         store = default_store()
-        store_lines = list(_store(store, hopper))
-        artifacts, shipped = usable_artifacts(store)
-        remedy = "" if artifacts == shipped else "fa3 compile --preset forward fills it; else the first call compiles"
+        try:
+            artifacts, shipped = usable_artifacts(store)
+        finally:
+            store_lines = list(_store(store, hopper, complete=0 < shipped == artifacts))
+        remedy = ""
+        if artifacts < shipped:
+            remedy = "fa3 compile --preset forward fills it; else the first call compiles"
+            if any(finding.subject == "new artifacts" for finding in store_lines):
+                remedy = "fa3 compile --preset forward --store DIR fills a folder of yours: name it in FA3_STORE"
         counted = f"{artifacts} of {shipped} shipped forward kernels, of this version and for this machine"
         store_lines.append(Finding("kernels", "ok" if artifacts else "note", counted, remedy))
     except FA3Error as error:

@@ -17,12 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fa3.cli.files import check_output, positive_integer
+
 if TYPE_CHECKING:
     import torch
 
 #: (batch, seqlen, heads, head dim): seconds on two CPU cores, and a GPU's worth of work.
 CPU_SHAPE = (1, 4096, 8, 64)
 GPU_SHAPE = (1, 16384, 16, 128)
+
+#: Name of the picture.
+PICTURE = "fa3-demo.png"
 
 #: Calls timed after the first one; the best of them is shown.
 REPEATS = {"cpu": 2, "cuda": 20}
@@ -44,16 +49,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``fa3 demo``."""
     parser.add_argument("--shape", help="B,S,H,D (default: what this machine does in seconds)")
     parser.add_argument("--causal", action="store_true", help="causal mask")
-    parser.add_argument("--png", type=Path, default=Path("fa3-demo.png"), metavar="FILE", help="where the picture goes")
+    parser.add_argument("--png", type=Path, metavar="FILE", help=f"where the picture goes (default: {PICTURE})")
 
 
 def parse_shape(text: str) -> tuple[int, int, int, int]:
-    """``B,S,H,D`` as four positive integers."""
-    parts = text.split(",")
-    if len(parts) != 4 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise ValueError(f"--shape {text!r}: expected four positive integers B,S,H,D: batch, seqlen, heads, head dim")
-    batch, seqlen, heads, head_dim = (int(part) for part in parts)
+    """``B,S,H,D`` as four positive integers below 2**31."""
+    numbers = [number for number in map(positive_integer, text.split(",")) if number is not None]
+    if len(numbers) != 4 or text.count(",") != 3:
+        raise ValueError(
+            f"--shape {text!r}: expected four positive integers B,S,H,D below 2**31: batch, seqlen, heads, head dim"
+        )
+    batch, seqlen, heads, head_dim = numbers
     return batch, seqlen, heads, head_dim
+
+
+def least_bytes(batch: int, seqlen: int, heads: int, head_dim: int) -> int:
+    """Bytes that the demo takes at the least, at the peak of plain PyTorch.
+
+    That holds scores and softmax in float32 at once, beside the inputs in bf16 and the oracle's out in float64.
+    """
+    return batch * heads * seqlen * (8 * seqlen + (3 * 2 + 8) * head_dim)
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Bytes that are free on the device, None where the system does not tell."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -176,6 +204,19 @@ def run(args: argparse.Namespace) -> int:
     batch, seqlen, heads, head_dim = (
         parse_shape(args.shape) if args.shape else GPU_SHAPE if device.type == "cuda" else CPU_SHAPE
     )
+    picture: Path | None = args.png
+    if picture is not None:
+        plots.require()
+    elif plots.available():
+        picture = Path(PICTURE)
+    if picture is not None:
+        check_output("--png", picture)
+    needed, free = least_bytes(batch, seqlen, heads, head_dim), _free_bytes(device)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"--shape {batch},{seqlen},{heads},{head_dim}: plain PyTorch, that the demo compares with, needs "
+            f"{needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free: take a shorter sequence"
+        )
     dtype = torch.bfloat16
     generator = torch.Generator(device).manual_seed(0)
     q, k, v = (
@@ -213,11 +254,11 @@ def run(args: argparse.Namespace) -> int:
     matrix = batch * heads * seqlen * seqlen * 4
     print(f"\nThe N x N matrix of scores, never made by fa3: {matrix / 1e6:,.0f} MB in float32.")
     print("Errors are against float64 attention by its definition; memory is the peak of one call, output included.")
-    if plots.available():
-        plots.save(plots.demo_figure(ours, plain, f"{where}: {shape}"), args.png)
-        print(f"picture: {args.png}")
+    if picture is not None:
+        plots.save(plots.demo_figure(ours, plain, f"{where}: {shape}"), picture)
+        print(f"picture: {picture}")
     else:
-        print('no picture: matplotlib is not installed (pip install "fa3[bench]")')
+        print("no picture: matplotlib is not installed (pip install matplotlib)")
     # One unit in the last place of the largest output, so that two roundings of the same value do not fail it.
     ulp = torch.finfo(dtype).eps * expected.abs().max().item()
     if ours.max_error > 2 * plain.max_error + ulp:

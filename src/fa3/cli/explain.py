@@ -82,7 +82,8 @@ def _device_facts(device: torch.device | None) -> tuple[DeviceFacts, str]:
 
 
 def _artifact(planned: Plan) -> dict[str, Any]:
-    """Where the artifact is and what is known about it; or that it is not there."""
+    """Where the artifact is and what is known about it; or that it is not there, and what the first call does."""
+    from fa3.compiler.build import require_compiler
     from fa3.compiler.store import default_store
 
     try:
@@ -92,6 +93,11 @@ def _artifact(planned: Plan) -> dict[str, Any]:
     except FA3Error as error:
         return {"state": f"the store cannot be used: {error}"}
     if path is None or facts is None:
+        try:
+            store.writable_folder(make=False)
+            require_compiler(store.target)
+        except FA3Error as error:
+            return {"state": f"not in the store, and the first call cannot compile it: {error}"}
         return {"state": "not in the store: the first call compiles it, or `fa3 compile` before that"}
     return {"state": "in the store", "path": str(path), **facts}
 

@@ -48,13 +48,14 @@ def run(args: argparse.Namespace) -> int:
     """Inspect; 0 if every kernel is there and keeps its promises, else 1."""
     rows: list[dict[str, Any]] = []
     broken: list[str] = []
+    absent: list[str] = []
     try:
         artifacts = list(_artifacts(args))
         if args.sass and len(artifacts) != 1:
             raise CompileError(f"--sass {args.sass}: name one kernel, {len(artifacts)} are chosen")
         for name, spec, path in artifacts:
             if path is None:
-                broken.append(f"{name}: not in the store: fa3 compile")
+                absent.append(name)
                 continue
             cubin = inspect.cubin_of(path.read_bytes())
             if args.sass:
@@ -73,9 +74,12 @@ def run(args: argparse.Namespace) -> int:
         print_table(rows)
     for sentence in broken:
         print(f"fa3 inspect: {sentence}", file=sys.stderr)
+    for name in absent:
+        print(f"fa3 inspect: {name}: not in the store: fa3 compile", file=sys.stderr)
     if not args.json:
-        print(f"{len(rows)} kernels inspected, {len(broken)} broken promises")
-    return 1 if broken else 0
+        missing = f", {len(absent)} not in the store" if absent else ""
+        print(f"{len(rows)} kernels inspected, {len(broken)} broken promises{missing}")
+    return 1 if broken or absent else 0
 
 
 def _artifacts(args: argparse.Namespace) -> Iterator[tuple[str, ForwardSpec | None, Path | None]]:

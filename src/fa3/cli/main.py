@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -22,6 +24,8 @@ COMMANDS = {
 
 #: Exit code of a bad argument or an error that fa3 explains itself, as argparse has it.
 USAGE_ERROR = 2
+#: Exit code of a command that could not do its work.
+FAILED = 1
 #: Exit code of a command stopped by Ctrl-C: 128 + SIGINT.
 INTERRUPTED = 130
 
@@ -32,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
         prog="fa3", description="Exact attention for Hopper GPUs: FlashAttention-3 in Python.", allow_abbrev=False
     )
     top.add_argument("--version", action="store_true", help="print the version and exit")
+    top.add_argument("--traceback", action="store_true", help="show where an error comes from (fa3 --traceback ...)")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for name, summary in COMMANDS.items():
         module = importlib.import_module(f"fa3.cli.{name}")
@@ -53,10 +58,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         top.print_help()
         return USAGE_ERROR
     try:
-        return int(args.run(args))
-    except (FA3Error, ValueError, NotImplementedError) as error:
-        print(f"fa3 {args.command}: {error}", file=sys.stderr)
-        return USAGE_ERROR
+        code = int(args.run(args))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has gone, e.g. `head`; Python would complain once more when it closes the pipe.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (RuntimeError, ValueError, TypeError, OSError, MemoryError) as error:
+        if args.traceback:
+            raise
+        print(f"fa3 {args.command}: {_one_line(error)}", file=sys.stderr)
+        explained = isinstance(error, (FA3Error, ValueError, TypeError, NotImplementedError))
+        return USAGE_ERROR if explained else FAILED
     except KeyboardInterrupt:
         print(f"fa3 {args.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    return code
+
+
+def _one_line(error: Exception) -> str:
+    """What the user needs of an error; fa3's own messages are whole, those of PyTorch go on for pages."""
+    if isinstance(error, (FA3Error, ValueError, NotImplementedError)):
+        return str(error)
+    if isinstance(error, OSError):
+        where = "" if error.filename is None else f"{error.filename}: "
+        return f"{where}{error.strerror or error}"
+    lines = str(error).strip().splitlines()
+    first = lines[0] if lines else type(error).__name__
+    if isinstance(error, MemoryError) or "memory" in first.lower():
+        return f"not enough memory: {first}"
+    return f"{type(error).__name__}: {first}"

@@ -41,9 +41,14 @@ def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def _new_figure(width: float, height: float) -> Figure:
+def require() -> None:
+    """Raise ``FA3Error`` with the remedy where matplotlib is not installed."""
     if not available():
-        raise FA3Error('pictures need matplotlib: pip install "fa3[bench]"')
+        raise FA3Error("pictures need matplotlib: pip install matplotlib")
+
+
+def _new_figure(width: float, height: float) -> Figure:
+    require()
     # The object itself and not pyplot: no window system is asked for, and no state is left behind.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
