@@ -23,11 +23,16 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), f"Python 3.10 on is needed, this is {sys.version}"'
-	@# Debian keeps the parts of venv in a package of its own.
-	@if ! $(PYTHON) -c 'import ensurepip' 2>/dev/null; then \
-		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-			apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv; \
-		else echo 'This Python has no venv: install the package python3-venv, or set PYTHON.' >&2; exit 1; fi; fi
+	@# Debian keeps the parts of venv in a package of its own. Compiled kernels are linked with a C compiler.
+	@missing=''; \
+	$(PYTHON) -c 'import ensurepip' 2>/dev/null || missing+=' python3-venv'; \
+	command -v cc gcc clang >/dev/null || missing+=' gcc libc6-dev'; \
+	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing; \
+	elif [[ $$missing == *venv* ]]; then \
+		echo 'This Python has no venv: install the package python3-venv, or set PYTHON.' >&2; exit 1; \
+	elif [ -n "$$missing" ]; then \
+		echo 'There is no C compiler: install gcc, or tests that compile kernels fail.' >&2; fi
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,bench,inspect,hopper]'
