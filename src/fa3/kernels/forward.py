@@ -17,7 +17,7 @@ Reference: FlashAttention-3, Shah et al. 2024, https://arxiv.org/abs/2407.08608,
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -27,10 +27,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from fa3.spec import WGMMA_ROWS, ForwardSpec
 
-from .parts import barriers, layout, mask, ptx, softmax, tiles
-from .parts.barriers import NamedBarrier
-
-WARPGROUP_THREADS = 128
+from .parts import barriers, copies, layout, mask, products, ptx, softmax, tiles
+from .parts.barriers import WARPGROUP_THREADS
+from .parts.work import Consumer, Load, Loads, Operands, Shared, Sizes, Store, Work
 
 #: (producer, consumer) registers of a thread for each number of consumer warpgroups, in steps of 8. A block
 #: owns what its threads got at the launch (64 K over the threads, rounded down to 8 a thread), and what the
@@ -41,75 +40,6 @@ for _consumers, (_producer, _consumer) in REGISTERS.items():
     assert _producer + _consumers * _consumer <= (_consumers + 1) * _at_launch
 
 DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16}
-
-#: Elements in 16 bytes: TMA takes no finer alignment of addresses and strides.
-ALIGNMENT_ELEMENTS = 8
-
-
-class Sizes(NamedTuple):
-    """Sizes of the launch, the same for every block."""
-
-    batch: Int32
-    seqlen_q: Int32
-    seqlen_k: Int32
-    heads_q: Int32
-    heads_per_group: Int32
-    m_blocks: Int32
-    section: Int32
-    levels: Int32
-    tiles: Int32
-
-
-class Work(NamedTuple):
-    """One tile of the output: where it is, and how far the rings of stages had come when it began."""
-
-    first_row: Int32
-    head: Int32
-    batch_index: Int32
-    key_tiles: Int32
-    #: Tiles that this block has done before, and the key tiles that went through the stages for them.
-    done: Int32
-    position: Int32
-
-
-class Load(NamedTuple):
-    """TMA copies of tiles into stages: (bytes, stage) and (bytes, tile, head, batch), and the stages' barriers."""
-
-    tma: cute.CopyAtom
-    target: cute.Tensor
-    source: cute.Tensor
-    full: cute.Pointer
-    empty: cute.Pointer
-    bytes: int
-
-
-class Store(NamedTuple):
-    """TMA copies of out tiles to global memory, and the address of LSE (0: not wanted)."""
-
-    tma: cute.CopyAtom
-    source: cute.Tensor
-    target: cute.Tensor
-    lse: Int64
-
-
-class Shared(NamedTuple):
-    """Tiles in shared memory, (rows, columns, warpgroup or stage)."""
-
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    out: cute.Tensor
-
-
-class Operands(NamedTuple):
-    """What a consumer warpgroup multiplies: descriptors of tiles in shared memory, and registers."""
-
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    p: cute.Tensor
-    scores: cute.Tensor
-    output: cute.Tensor
 
 
 class ForwardKernel:
@@ -165,53 +95,38 @@ class ForwardKernel:
         explained at ``tiles.Supply``. Strides are in elements and must be multiples of 8, addresses of 16 bytes.
         ``section`` and ``levels`` are explained at ``tiles.place_of_tile``; ``blocks`` thread blocks run.
         """
-        q_view = self.global_tensor(
-            q, (seqlen_q, head_dim, heads_q, batch), q_row_stride, q_head_stride, q_batch_stride
+        q_view = copies.global_tensor(
+            self.dtype, q, (seqlen_q, head_dim, heads_q, batch), (q_row_stride, q_head_stride, q_batch_stride)
         )
-        k_view = self.global_tensor(
-            k, (seqlen_k, head_dim, heads_kv, batch), k_row_stride, k_head_stride, k_batch_stride
+        k_view = copies.global_tensor(
+            self.dtype, k, (seqlen_k, head_dim, heads_kv, batch), (k_row_stride, k_head_stride, k_batch_stride)
         )
-        v_view = self.global_tensor(
-            v, (seqlen_k, head_dim_v, heads_kv, batch), v_row_stride, v_head_stride, v_batch_stride
+        v_view = copies.global_tensor(
+            self.dtype, v, (seqlen_k, head_dim_v, heads_kv, batch), (v_row_stride, v_head_stride, v_batch_stride)
         )
-        out_view = self.global_tensor(
-            out, (seqlen_q, head_dim_v, heads_q, batch), out_row_stride, out_head_stride, out_batch_stride
+        out_view = copies.global_tensor(
+            self.dtype, out, (seqlen_q, head_dim_v, heads_q, batch), (out_row_stride, out_head_stride, out_batch_stride)
         )
         # The PV product sees V as its B operand, (head_dim_v, keys).
         v_view = cute.make_tensor(v_view.iterator, cute.select(v_view.layout, mode=[1, 0, 2, 3]))
 
-        q_smem = self.tile_layout((WGMMA_ROWS, self.head_dim, self.groups), OperandMajorMode.K)
-        k_smem = self.tile_layout((self.tile_n, self.head_dim, self.stages), OperandMajorMode.K)
-        v_smem = self.tile_layout((self.head_dim_v, self.tile_n, self.stages), OperandMajorMode.MN)
-        out_smem = self.tile_layout((WGMMA_ROWS, self.head_dim_v, self.groups), OperandMajorMode.K)
+        q_smem = copies.shared_layout(self.dtype, (WGMMA_ROWS, self.head_dim, self.groups), OperandMajorMode.K)
+        k_smem = copies.shared_layout(self.dtype, (self.tile_n, self.head_dim, self.stages), OperandMajorMode.K)
+        v_smem = copies.shared_layout(self.dtype, (self.head_dim_v, self.tile_n, self.stages), OperandMajorMode.MN)
+        out_smem = copies.shared_layout(self.dtype, (WGMMA_ROWS, self.head_dim_v, self.groups), OperandMajorMode.K)
 
         load = cpasync.CopyBulkTensorTileG2SOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
-        q_tma, q_tensor = cpasync.make_tiled_tma_atom(
-            load, q_view, cute.select(q_smem, mode=[0, 1]), (WGMMA_ROWS, self.head_dim)
-        )
-        k_tma, k_tensor = cpasync.make_tiled_tma_atom(
-            load, k_view, cute.select(k_smem, mode=[0, 1]), (self.tile_n, self.head_dim)
-        )
-        v_tma, v_tensor = cpasync.make_tiled_tma_atom(
-            load, v_view, cute.select(v_smem, mode=[0, 1]), (self.head_dim_v, self.tile_n)
-        )
-        out_tma, out_tensor = cpasync.make_tiled_tma_atom(
-            store, out_view, cute.select(out_smem, mode=[0, 1]), (WGMMA_ROWS, self.head_dim_v)
-        )
+        q_tma, q_tensor = copies.make_tma(load, q_view, q_smem)
+        k_tma, k_tensor = copies.make_tma(load, k_view, k_smem)
+        v_tma, v_tensor = copies.make_tma(load, v_view, v_smem)
+        out_tma, out_tensor = copies.make_tma(store, out_view, out_smem)
 
         m_blocks = (seqlen_q + self.tile_m - 1) // self.tile_m
+        tile_count = m_blocks * heads_q * batch
         sizes = Sizes(
-            batch,
-            seqlen_q,
-            seqlen_k,
-            heads_q,
-            heads_q // heads_kv,
-            m_blocks,
-            section,
-            levels,
-            m_blocks * heads_q * batch,
-        )
+            batch, seqlen_q, seqlen_k, heads_q, heads_q // heads_kv, m_blocks, section, levels, tile_count
+        )  # fmt: skip
         self.kernel(
             q_tma,
             q_tensor,
@@ -238,39 +153,13 @@ class ForwardKernel:
             min_blocks_per_mp=1,
         )
 
-    def global_tensor(
-        self, address: Int64, shape: tuple, row_stride: Int64, head_stride: Int64, batch_stride: Int64
-    ) -> cute.Tensor:
-        """(rows, columns, heads, batch) view of a tensor in global memory; columns are contiguous."""
-        pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=16)
-        row, head, batch = (cute.assume(s, divby=ALIGNMENT_ELEMENTS) for s in (row_stride, head_stride, batch_stride))
-        return cute.make_tensor(pointer, cute.make_layout(shape, stride=(row, 1, head, batch)))
-
-    def tile_layout(self, shape: tuple, major: OperandMajorMode) -> cute.ComposedLayout:
-        """Swizzled layout of tiles in shared memory, (rows, columns, stage); the swizzle spans 128 bytes."""
-        if major == OperandMajorMode.K:
-            kind, order = warpgroup.SmemLayoutAtomKind.K_SW128, (0, 1, 2)
-        else:
-            kind, order = warpgroup.SmemLayoutAtomKind.MN_SW128, (1, 0, 2)
-        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), shape, order)
-
     def qk_mma(self) -> cute.TiledMma:
         """S = Q K^T of one warpgroup, both operands from shared memory."""
-        return self.make_mma(self.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
+        return products.make_mma(self.dtype, self.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
 
     def pv_mma(self) -> cute.TiledMma:
         """O += P V of one warpgroup, P from registers, V with its columns contiguous."""
-        return self.make_mma(self.head_dim_v, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
-
-    def make_mma(self, columns: int, a_source: warpgroup.OperandSource, b_major: OperandMajorMode) -> cute.TiledMma:
-        """64 x ``columns`` x 16 WGMMA with float32 accumulation.
-
-        Made anew at each use: its accumulate flag is state of the object, which must not cross the
-        boundary of a staged loop.
-        """
-        shape = (WGMMA_ROWS, columns, 16)
-        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, a_source, OperandMajorMode.K, b_major)
-        return cute.make_tiled_mma(op)
+        return products.make_mma(self.dtype, self.head_dim_v, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
 
     # ------------------------------------------------------------------ device
 
@@ -295,6 +184,7 @@ class ForwardKernel:
         blocks: Int32,
         softmax_scale: Float32,
     ):
+        """Set up shared memory and barriers, and send each warpgroup into its role."""
         spec = self.spec
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
@@ -369,24 +259,26 @@ class ForwardKernel:
         k_tiles = cute.local_tile(k_tensor, (self.tile_n, self.head_dim), (None, 0, None, None))
         v_tiles = cute.local_tile(v_tensor, (self.head_dim_v, self.tile_n), (0, None, None, None))
         out_tiles = cute.local_tile(out_tensor, (WGMMA_ROWS, self.head_dim_v), (None, 0, None, None))
-        load_q = Load(q_tma, *self.partition_copy(q_tma, shared.q, q_tiles), q_full, q_empty, self.tile_bytes(q_smem))
-        load_k = Load(k_tma, *self.partition_copy(k_tma, shared.k, k_tiles), k_full, k_empty, self.tile_bytes(k_smem))
-        load_v = Load(v_tma, *self.partition_copy(v_tma, shared.v, v_tiles), v_full, v_empty, self.tile_bytes(v_smem))
-        store_out = Store(out_tma, *self.partition_copy(out_tma, shared.out, out_tiles), lse)
+        loads = Loads(
+            Load(q_tma, *copies.partition(q_tma, shared.q, q_tiles), q_full, q_empty, self.tile_bytes(q_smem)),
+            Load(k_tma, *copies.partition(k_tma, shared.k, k_tiles), k_full, k_empty, self.tile_bytes(k_smem)),
+            Load(v_tma, *copies.partition(v_tma, shared.v, v_tiles), v_full, v_empty, self.tile_bytes(v_smem)),
+        )
+        store_out = Store(out_tma, *copies.partition(out_tma, shared.out, out_tiles), lse)
 
         if const_expr(spec.warp_specialized):
             producer_registers, consumer_registers = REGISTERS[self.groups]
             if group_index == 0:
                 cute.arch.setmaxregister_decrease(producer_registers)
                 if warp_index == 0:
-                    self.load(sizes, supply, load_q, load_k, load_v)
+                    self.load(sizes, supply, loads)
             else:
                 cute.arch.setmaxregister_increase(consumer_registers)
                 thread = thread - WARPGROUP_THREADS
                 group = group_index - 1
-                self.attend(sizes, supply, group, thread, load_q, load_k, load_v, shared, store_out, softmax_scale)
+                self.attend(sizes, supply, loads, group, thread, shared, store_out, softmax_scale)
         else:
-            self.attend(sizes, supply, group_index, thread, load_q, load_k, load_v, shared, store_out, softmax_scale)
+            self.attend(sizes, supply, loads, group_index, thread, shared, store_out, softmax_scale)
 
     @cute.jit
     def work_of(
@@ -396,7 +288,7 @@ class ForwardKernel:
         first_row = m_block * self.tile_m
         last_row = cutlass.min(first_row + self.tile_m, sizes.seqlen_q) - 1
         key_tiles = mask.key_tiles(last_row, sizes.seqlen_q, sizes.seqlen_k, self.tile_n, self.causal)
-        return Work(first_row, head, batch_index, key_tiles, done, position)
+        return Work(sizes, first_row, head, batch_index, key_tiles, done, position)
 
     @cute.jit
     def publish_tile(
@@ -411,47 +303,14 @@ class ForwardKernel:
         supply.publish(number, m_block, head, batch_index)
         return m_block, head, batch_index
 
-    # ---- producer
-
-    def partition_copy(
-        self, tma: cute.CopyAtom, in_shared: cute.Tensor, in_global: cute.Tensor
-    ) -> tuple[cute.Tensor, cute.Tensor]:
-        """(bytes of a tile, stage) and (bytes of a tile, tile, head, batch) views for a TMA copy between the two."""
-        return cpasync.tma_partition(
-            tma, 0, cute.make_layout(1), cute.group_modes(in_shared, 0, 2), cute.group_modes(in_global, 0, 2)
-        )
-
     def tile_bytes(self, smem: cute.ComposedLayout) -> int:
         """Bytes that the load of one tile brings; TMA counts zero-filled elements too."""
         return cute.size_in_bytes(self.dtype, cute.select(smem, mode=[0, 1]))
 
-    @cute.jit
-    def issue_load(self, load: Load, stage: Int32, tile: Int32, head: Int32, batch_index: Int32):
-        """Start the copy of a tile into a stage; called by one whole warp."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(load.full + stage, load.bytes)
-        source = load.source[None, tile, head, batch_index]
-        cute.copy(load.tma, source, load.target[None, stage], tma_bar_ptr=load.full + stage)
+    # ---- producer
 
     @cute.jit
-    def load_q_tiles(self, work: Work, load: Load):
-        """Bring the q tile of each warpgroup as soon as it has done with the one before."""
-        for g in cutlass.range_constexpr(self.groups):
-            barriers.wait_empty(load.empty + g, work.done, 1)
-            self.issue_load(load, g, work.first_row // WGMMA_ROWS + g, work.head, work.batch_index)
-
-    @cute.jit
-    def load_step(self, sizes: Sizes, work: Work, load: Load, step: Int32):
-        """Bring the key tile of ``step`` as soon as its stage is free."""
-        position = work.position + step
-        barriers.wait_empty(load.empty, position, self.stages)
-        head_kv = work.head // sizes.heads_per_group
-        self.issue_load(
-            load, barriers.stage_of(position, self.stages), work.key_tiles - 1 - step, head_kv, work.batch_index
-        )
-
-    @cute.jit
-    def load(self, sizes: Sizes, supply: tiles.Supply, load_q: Load, load_k: Load, load_v: Load):
+    def load(self, sizes: Sizes, supply: tiles.Supply, loads: Loads):
         """The producer warp: Q once for each tile, K and V in the order in which the consumers ask for them."""
         done, position = Int32(0), Int32(0)
         m_block, head, batch_index = self.publish_tile(sizes, supply, done, cute.arch.block_idx()[0])
@@ -459,35 +318,53 @@ class ForwardKernel:
             work = self.work_of(sizes, m_block, head, batch_index, done, position)
             # K first: its stage is free before the consumers have done with the q tiles.
             if work.key_tiles > 0:
-                self.load_step(sizes, work, load_k, Int32(0))
-            self.load_q_tiles(work, load_q)
+                self.load_step(work, loads.k, Int32(0))
+            self.load_q_tiles(work, loads.q)
             for step in cutlass.range(1, work.key_tiles, unroll=1):
-                self.load_step(sizes, work, load_k, step)
-                self.load_step(sizes, work, load_v, step - 1)
+                self.load_step(work, loads.k, step)
+                self.load_step(work, loads.v, step - 1)
             if work.key_tiles > 0:
-                self.load_step(sizes, work, load_v, work.key_tiles - 1)
+                self.load_step(work, loads.v, work.key_tiles - 1)
             position += work.key_tiles
             done += 1
             m_block, head, batch_index = self.publish_tile(sizes, supply, done, supply.fetch())
 
     @cute.jit
-    def load_first_steps(self, sizes: Sizes, work: Work, load_q: Load, load_k: Load, load_v: Load):
-        """Without a producer warp: bring Q and fill the stages before the main loop of a tile."""
-        self.load_q_tiles(work, load_q)
-        for step in cutlass.range_constexpr(self.stages):
-            if step < work.key_tiles:
-                self.load_step(sizes, work, load_k, Int32(step))
-                self.load_step(sizes, work, load_v, Int32(step))
+    def load_q_tiles(self, work: Work, load: Load):
+        """Bring the q tile of each warpgroup as soon as it has done with the one before."""
+        for g in cutlass.range_constexpr(self.groups):
+            barriers.wait_empty(load.empty + g, work.done, 1)
+            copies.issue(load, g, work.first_row // WGMMA_ROWS + g, work.head, work.batch_index)
 
     @cute.jit
-    def load_next_step(self, sizes: Sizes, work: Work, load_k: Load, load_v: Load, step: Int32):
+    def load_step(self, work: Work, load: Load, step: Int32):
+        """Bring the key tile of ``step`` as soon as its stage is free."""
+        position = work.position + step
+        barriers.wait_empty(load.empty, position, self.stages)
+        stage = barriers.stage_of(position, self.stages)
+        head_kv = work.head // work.sizes.heads_per_group
+        copies.issue(load, stage, work.key_tiles - 1 - step, head_kv, work.batch_index)
+
+    @cute.jit
+    def load_first_steps(self, work: Work, loads: Loads):
+        """Without a producer warp: bring Q and fill the stages before the main loop of a tile."""
+        self.load_q_tiles(work, loads.q)
+        for step in cutlass.range_constexpr(self.stages):
+            if step < work.key_tiles:
+                self.load_step(work, loads.k, Int32(step))
+                self.load_step(work, loads.v, Int32(step))
+
+    @cute.jit
+    def load_next_step(self, work: Work, loads: Loads, me: Consumer, step: Int32):
         """Without a producer warp: refill the stages that all warpgroups left in the step before ``step``."""
-        next_k = step - 1 + self.stages
-        if step >= 1 and next_k < work.key_tiles:
-            self.load_step(sizes, work, load_k, next_k)
-        next_v = step - 2 + self.stages
-        if step >= 2 and next_v < work.key_tiles:
-            self.load_step(sizes, work, load_v, next_v)
+        if const_expr(not self.spec.warp_specialized):
+            if me.loads:
+                next_k = step - 1 + self.stages
+                if step >= 1 and next_k < work.key_tiles:
+                    self.load_step(work, loads.k, next_k)
+                next_v = step - 2 + self.stages
+                if step >= 2 and next_v < work.key_tiles:
+                    self.load_step(work, loads.v, next_v)
 
     # ---- consumers
 
@@ -496,20 +373,18 @@ class ForwardKernel:
         self,
         sizes: Sizes,
         supply: tiles.Supply,
+        loads: Loads,
         group: Int32,
         thread: Int32,
-        load_q: Load,
-        load_k: Load,
-        load_v: Load,
         shared: Shared,
         store_out: Store,
         softmax_scale: Float32,
     ):
         """One consumer warpgroup: its 64 rows of each tile of the block."""
-        lane = thread % 32
         warp_in_group = cute.arch.make_warp_uniform(thread // 32) % 4
-        loader_warp = False if const_expr(self.spec.warp_specialized) else thread < 32
-
+        me = Consumer(
+            group, warp_in_group, thread % 32, False if const_expr(self.spec.warp_specialized) else thread < 32
+        )
         qk_mma, pv_mma = self.qk_mma(), self.pv_mma()
         qk_slice, pv_slice = qk_mma.get_slice(0), pv_mma.get_slice(0)
         operands = Operands(
@@ -525,11 +400,11 @@ class ForwardKernel:
         if const_expr(self.spec.pingpong):
             # The last group lets group 0 begin; the grant left over at the end is never taken.
             if group == self.groups - 1:
-                self.give_turn(group)
+                barriers.give_turn(group, self.groups)
 
         done, position = Int32(0), Int32(0)
         if const_expr(not self.spec.warp_specialized):
-            if loader_warp:
+            if me.loads:
                 self.publish_tile(sizes, supply, done, cute.arch.block_idx()[0])
         m_block, head, batch_index = supply.take(done)
         while m_block >= 0:
@@ -537,169 +412,133 @@ class ForwardKernel:
             operands.output.fill(0.0)
             state.reset()
             if const_expr(not self.spec.warp_specialized):
-                if loader_warp:
-                    self.load_first_steps(sizes, work, load_q, load_k, load_v)
-            self.attend_tile(
-                sizes, work, group, warp_in_group, lane, loader_warp, load_q, load_k, load_v, operands, state
-            )
-            self.store(sizes, work, group, warp_in_group, lane, load_q, shared, store_out, operands.output, state)
+                if me.loads:
+                    self.load_first_steps(work, loads)
+            self.attend_tile(work, me, loads, operands, state)
+            self.store(work, me, loads.q, shared, store_out, operands.output, state)
             position += work.key_tiles
             done += 1
             if const_expr(not self.spec.warp_specialized):
-                if loader_warp:
+                if me.loads:
                     self.publish_tile(sizes, supply, done, supply.fetch())
             m_block, head, batch_index = supply.take(done)
         # Shared memory must live until TMA has read the last out tile.
-        if warp_in_group == 0:
+        if me.warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def attend_tile(
-        self,
-        sizes: Sizes,
-        work: Work,
-        group: Int32,
-        warp_in_group: Int32,
-        lane: Int32,
-        loader_warp: Any,
-        load_q: Load,
-        load_k: Load,
-        load_v: Load,
-        operands: Operands,
-        state: softmax.State,
-    ):
+    def attend_tile(self, work: Work, me: Consumer, loads: Loads, operands: Operands, state: softmax.State):
         """The main loop over the key tiles of one tile of the output."""
-        group_row = work.first_row + WGMMA_ROWS * group
-        thread_row = group_row + layout.first_row(warp_in_group, lane)
-        barriers.wait_full(load_q.full + group, work.done, 1)
+        sizes = work.sizes
+        group_row = work.first_row + WGMMA_ROWS * me.group
+        thread_row = group_row + layout.first_row(me.warp, me.lane)
+        barriers.wait_full(loads.q.full + me.group, work.done, 1)
 
         # The first key tiles may be of no use to this group: its rows end above those of the others.
         last_row = cutlass.min(group_row + WGMMA_ROWS, sizes.seqlen_q) - 1
         own_tiles = mask.key_tiles(last_row, sizes.seqlen_q, sizes.seqlen_k, self.tile_n, self.causal)
         first = work.key_tiles - own_tiles if group_row < sizes.seqlen_q else work.key_tiles
         for step in cutlass.range(0, first, unroll=1):
-            self.skip_step(sizes, work, step, group, loader_warp, load_k, load_v)
+            self.skip_step(work, step, me, loads)
 
         if first < work.key_tiles:
-            self.first_step(sizes, work, first, group, thread_row, lane, loader_warp, load_k, load_v, operands, state)
+            self.first_step(work, first, me, thread_row, loads, operands, state)
             # Steps before ``first_whole`` need masking: their key tile has a key that a row does not see.
             first_whole = first + 1
             if const_expr(self.causal):
                 whole_tiles = mask.whole_key_tiles(group_row, sizes.seqlen_q, sizes.seqlen_k, self.tile_n, self.causal)
                 first_whole = cutlass.max(work.key_tiles - whole_tiles, first + 1)
                 for step in cutlass.range(first + 1, cutlass.min(first_whole, work.key_tiles), unroll=1):
-                    self.step(
-                        sizes, work, step, True, group, thread_row, lane, loader_warp, load_k, load_v, operands, state
-                    )
+                    self.step(work, step, True, me, thread_row, loads, operands, state)
             for step in cutlass.range(first_whole, work.key_tiles, unroll=1):
-                self.step(
-                    sizes, work, step, False, group, thread_row, lane, loader_warp, load_k, load_v, operands, state
-                )
+                self.step(work, step, False, me, thread_row, loads, operands, state)
             if const_expr(self.spec.out_has_own_tile):
-                barriers.release(load_q.empty + group, work.done, 1)
+                barriers.release(loads.q.empty + me.group, work.done, 1)
 
             last = work.position + work.key_tiles - 1
-            barriers.wait_full(load_v.full, last, self.stages)
+            barriers.wait_full(loads.v.full, last, self.stages)
             self.multiply(self.pv_mma(), operands.output, operands.p, operands.v, last, accumulate=True)
             warpgroup.wait_group(0)
-            barriers.release(load_v.empty, last, self.stages)
+            barriers.release(loads.v.empty, last, self.stages)
         elif const_expr(self.spec.out_has_own_tile):
-            barriers.release(load_q.empty + group, work.done, 1)
+            barriers.release(loads.q.empty + me.group, work.done, 1)
 
     @cute.jit
-    def skip_step(
-        self, sizes: Sizes, work: Work, step: Int32, group: Int32, loader_warp: Any, load_k: Load, load_v: Load
-    ):
+    def skip_step(self, work: Work, step: Int32, me: Consumer, loads: Loads):
         """A step whose keys this group does not see: let the tiles and the turn pass."""
-        if const_expr(not self.spec.warp_specialized):
-            if loader_warp:
-                self.load_next_step(sizes, work, load_k, load_v, step)
+        self.load_next_step(work, loads, me, step)
         position = work.position + step
-        barriers.wait_full(load_k.full, position, self.stages)
-        barriers.release(load_k.empty, position, self.stages)
+        barriers.wait_full(loads.k.full, position, self.stages)
+        barriers.release(loads.k.empty, position, self.stages)
         if const_expr(self.spec.pingpong):
-            self.take_turn(group)
-            self.give_turn(group)
-        barriers.wait_full(load_v.full, position, self.stages)
-        barriers.release(load_v.empty, position, self.stages)
+            barriers.take_turn(me.group)
+            barriers.give_turn(me.group, self.groups)
+        barriers.wait_full(loads.v.full, position, self.stages)
+        barriers.release(loads.v.empty, position, self.stages)
 
     @cute.jit
     def first_step(
         self,
-        sizes: Sizes,
         work: Work,
         step: Int32,
-        group: Int32,
+        me: Consumer,
         thread_row: Int32,
-        lane: Int32,
-        loader_warp: Any,
-        load_k: Load,
-        load_v: Load,
+        loads: Loads,
         operands: Operands,
         state: softmax.State,
     ):
         """Scores of the group's first key tile; there is no PV product yet to run beside them."""
-        if const_expr(not self.spec.warp_specialized):
-            if loader_warp:
-                self.load_next_step(sizes, work, load_k, load_v, step)
+        self.load_next_step(work, loads, me, step)
         position = work.position + step
-        barriers.wait_full(load_k.full, position, self.stages)
+        barriers.wait_full(loads.k.full, position, self.stages)
         if const_expr(self.spec.pingpong):
-            self.take_turn(group)
+            barriers.take_turn(me.group)
         self.multiply(self.qk_mma(), operands.scores, operands.q, operands.k, position, accumulate=False)
         if const_expr(self.spec.pingpong):
-            self.give_turn(group)
+            barriers.give_turn(me.group, self.groups)
         warpgroup.wait_group(0)
-        barriers.release(load_k.empty, position, self.stages)
+        barriers.release(loads.k.empty, position, self.stages)
         # The output is still zero, so the references may move without a rescale.
-        self.softmax_step(sizes, work, operands.scores, state, thread_row, lane, step, masked=True)
-        self.convert(operands.scores, operands.p)
+        self.softmax_step(work, me, thread_row, operands.scores, state, step, masked=True)
+        products.round_to(self.dtype, operands.scores, operands.p)
 
     @cute.jit
     def step(
         self,
-        sizes: Sizes,
         work: Work,
         step: Int32,
         masked: cutlass.Constexpr,
-        group: Int32,
+        me: Consumer,
         thread_row: Int32,
-        lane: Int32,
-        loader_warp: Any,
-        load_k: Load,
-        load_v: Load,
+        loads: Loads,
         operands: Operands,
         state: softmax.State,
     ):
         """Scores of this step's key tile, and the PV product of the step before."""
-        if const_expr(not self.spec.warp_specialized):
-            if loader_warp:
-                self.load_next_step(sizes, work, load_k, load_v, step)
-
+        self.load_next_step(work, loads, me, step)
         position = work.position + step
-        barriers.wait_full(load_k.full, position, self.stages)
+        barriers.wait_full(loads.k.full, position, self.stages)
         if const_expr(self.spec.pingpong):
-            self.take_turn(group)
+            barriers.take_turn(me.group)
         self.multiply(self.qk_mma(), operands.scores, operands.q, operands.k, position, accumulate=False)
-        barriers.wait_full(load_v.full, position - 1, self.stages)
+        barriers.wait_full(loads.v.full, position - 1, self.stages)
         self.multiply(self.pv_mma(), operands.output, operands.p, operands.v, position - 1, accumulate=True)
         if const_expr(self.spec.pingpong):
-            self.give_turn(group)
+            barriers.give_turn(me.group, self.groups)
 
         # With overlap only the scores are waited for: PV runs on under the softmax.
         warpgroup.wait_group(1 if const_expr(self.spec.overlap) else 0)
-        barriers.release(load_k.empty, position, self.stages)
-        moved = self.softmax_step(sizes, work, operands.scores, state, thread_row, lane, step, masked)
+        barriers.release(loads.k.empty, position, self.stages)
+        moved = self.softmax_step(work, me, thread_row, operands.scores, state, step, masked)
 
         if const_expr(self.spec.overlap):
             ptx.keep_before_here(state.total[0] + state.total[1])
         warpgroup.wait_group(0)
-        barriers.release(load_v.empty, position - 1, self.stages)
+        barriers.release(loads.v.empty, position - 1, self.stages)
         if moved:
             softmax.scale_rows(layout.rows_and_columns(operands.output), state.factor)
-        self.convert(operands.scores, operands.p)
+        products.round_to(self.dtype, operands.scores, operands.p)
 
-    @cute.jit
     def multiply(
         self,
         mma: cute.TiledMma,
@@ -707,39 +546,19 @@ class ForwardKernel:
         a: cute.Tensor,
         b: cute.Tensor,
         position: Int32,
-        accumulate: cutlass.Constexpr,
+        accumulate: bool,
     ):
-        """Issue accumulator (+)= A B with B in the stage of ``position``, as one group of WGMMAs."""
-        stage = barriers.stage_of(position, self.stages)
-        warpgroup.fence()
-        mma.set(warpgroup.Field.ACCUMULATE, accumulate)
-        for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-            cute.gemm(mma, accumulator, a[None, None, k], b[None, None, k, stage], accumulator)
-            mma.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
-
-    @cute.jit
-    def take_turn(self, group: Int32):
-        """Wait until it is this warpgroup's turn to issue its products."""
-        cute.arch.barrier(barrier_id=NamedBarrier.TURN + group, number_of_threads=2 * WARPGROUP_THREADS)
-
-    @cute.jit
-    def give_turn(self, group: Int32):
-        """Let the next warpgroup issue its products."""
-        next_group = group + 1
-        if next_group == self.groups:
-            next_group = Int32(0)
-        cute.arch.barrier_arrive(barrier_id=NamedBarrier.TURN + next_group, number_of_threads=2 * WARPGROUP_THREADS)
+        """Issue accumulator (+)= A B with B in the stage of ``position``."""
+        products.issue(mma, accumulator, a, b, barriers.stage_of(position, self.stages), accumulate)
 
     @cute.jit
     def softmax_step(
         self,
-        sizes: Sizes,
         work: Work,
+        me: Consumer,
+        thread_row: Int32,
         scores: cute.Tensor,
         state: softmax.State,
-        thread_row: Int32,
-        lane: Int32,
         step: Int32,
         masked: cutlass.Constexpr,
     ) -> Boolean:
@@ -749,7 +568,8 @@ class ForwardKernel:
         """
         view = layout.rows_and_columns(scores)
         if const_expr(masked):
-            first_key = (work.key_tiles - 1 - step) * self.tile_n + layout.first_column(lane)
+            sizes = work.sizes
+            first_key = (work.key_tiles - 1 - step) * self.tile_n + layout.first_column(me.lane)
             mask.mask_scores(view, thread_row, first_key, sizes.seqlen_q, sizes.seqlen_k, self.causal)
         moved = state.must_move(view)
         if moved:
@@ -757,24 +577,13 @@ class ForwardKernel:
         state.exponentiate(view)
         return moved
 
-    @cute.jit
-    def convert(self, values: cute.Tensor, target: cute.Tensor):
-        """Round float32 registers to the dtype; both fragments lie in the same order."""
-        source = cute.make_tensor(values.iterator, cute.make_layout(cute.size(values)))
-        pairs = cute.recast_tensor(cute.make_tensor(target.iterator, cute.make_layout(cute.size(target))), Int32)
-        for i in cutlass.range_constexpr(cute.size(pairs)):
-            pairs[i] = ptx.pack_pair(source[2 * i], source[2 * i + 1], self.dtype)
-
     # ---- epilogue
 
     @cute.jit
     def store(
         self,
-        sizes: Sizes,
         work: Work,
-        group: Int32,
-        warp_in_group: Int32,
-        lane: Int32,
+        me: Consumer,
         load_q: Load,
         shared: Shared,
         store_out: Store,
@@ -782,43 +591,39 @@ class ForwardKernel:
         state: softmax.State,
     ):
         """Normalize, write LSE, and send the out tile through shared memory."""
+        sizes = work.sizes
         state.normalize(layout.rows_and_columns(output))
         if store_out.lse != 0:
-            if lane % 4 == 0:
+            if me.lane % 4 == 0:
                 pointer = cute.make_ptr(Float32, store_out.lse, cute.AddressSpace.gmem, assumed_align=4)
                 first = (Int64(work.batch_index) * sizes.heads_q + work.head) * sizes.seqlen_q
                 row_lse = cute.make_tensor(pointer + first, cute.make_layout(sizes.seqlen_q))
-                thread_row = work.first_row + WGMMA_ROWS * group + layout.first_row(warp_in_group, lane)
+                thread_row = work.first_row + WGMMA_ROWS * me.group + layout.first_row(me.warp, me.lane)
                 for r in cutlass.range_constexpr(layout.ROWS_PER_THREAD):
                     row = thread_row + 8 * r
                     if row < sizes.seqlen_q:
                         row_lse[row] = state.log_sum_exp(r)
 
         rounded = cute.make_rmem_tensor(output.layout, self.dtype)
-        self.convert(output, rounded)
+        products.round_to(self.dtype, output, rounded)
         # TMA must have read the out tile before.
-        if warp_in_group == 0:
+        if me.warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        self.sync_group(group)
+        barriers.sync_group(me.group)
         copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), self.pv_mma())
-        copy_slice = copy.get_slice(32 * warp_in_group + lane)
-        cute.copy(copy, copy_slice.retile(rounded), copy_slice.partition_D(shared.out[None, None, group]))
+        copy_slice = copy.get_slice(32 * me.warp + me.lane)
+        cute.copy(copy, copy_slice.retile(rounded), copy_slice.partition_D(shared.out[None, None, me.group]))
         # Ordinary writes must be visible to TMA before the thread that issues the store goes on.
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.sync_group(group)
-        if warp_in_group == 0:
-            tile = work.first_row // WGMMA_ROWS + group
+        barriers.sync_group(me.group)
+        if me.warp == 0:
+            tile = work.first_row // WGMMA_ROWS + me.group
             target = store_out.target[None, tile, work.head, work.batch_index]
-            cute.copy(store_out.tma, store_out.source[None, group], target)
+            cute.copy(store_out.tma, store_out.source[None, me.group], target)
             cute.arch.cp_async_bulk_commit_group()
             if const_expr(not self.spec.out_has_own_tile):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                barriers.release(load_q.empty + group, work.done, 1)
-
-    @cute.jit
-    def sync_group(self, group: Int32):
-        """Wait for all threads of this warpgroup."""
-        cute.arch.barrier(barrier_id=NamedBarrier.STORE + group, number_of_threads=WARPGROUP_THREADS)
+                barriers.release(load_q.empty + me.group, work.done, 1)
 
 
 def compile_forward(spec: ForwardSpec, options: str) -> Any:

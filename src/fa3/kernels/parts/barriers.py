@@ -6,6 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
+WARPGROUP_THREADS = 128
+
 
 class NamedBarrier(IntEnum):
     """Hardware barriers 1 to 15; barrier 0 is the block's own."""
@@ -46,3 +48,24 @@ def release(barrier: cute.Pointer, position: Int32, stages: cutlass.Constexpr):
     """Tell the loader that this warp has read the tile at ``position``."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier + stage_of(position, stages))
+
+
+@cute.jit
+def take_turn(group: Int32):
+    """Wait until it is this warpgroup's turn to issue its products."""
+    cute.arch.barrier(barrier_id=NamedBarrier.TURN + group, number_of_threads=2 * WARPGROUP_THREADS)
+
+
+@cute.jit
+def give_turn(group: Int32, groups: cutlass.Constexpr):
+    """Let the next warpgroup issue its products."""
+    next_group = group + 1
+    if next_group == groups:
+        next_group = Int32(0)
+    cute.arch.barrier_arrive(barrier_id=NamedBarrier.TURN + next_group, number_of_threads=2 * WARPGROUP_THREADS)
+
+
+@cute.jit
+def sync_group(group: Int32):
+    """Wait for all threads of this warpgroup."""
+    cute.arch.barrier(barrier_id=NamedBarrier.STORE + group, number_of_threads=WARPGROUP_THREADS)

@@ -1,0 +1,51 @@
+"""TMA copies: views of tensors in global memory, layouts of tiles in shared memory, and issuing a load."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from .work import Load
+
+#: Elements in 16 bytes: TMA takes no finer alignment of addresses and strides.
+ALIGNMENT_ELEMENTS = 8
+
+
+def global_tensor(
+    dtype: type[cutlass.Numeric], address: Int64, shape: tuple, strides: tuple[Int64, Int64, Int64]
+) -> cute.Tensor:
+    """(rows, columns, heads, batch) view of a tensor; strides of rows, heads and batch, columns are contiguous."""
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
+    row, head, batch = (cute.assume(stride, divby=ALIGNMENT_ELEMENTS) for stride in strides)
+    return cute.make_tensor(pointer, cute.make_layout(shape, stride=(row, 1, head, batch)))
+
+
+def shared_layout(dtype: type[cutlass.Numeric], shape: tuple, major: OperandMajorMode) -> cute.ComposedLayout:
+    """Swizzled layout of tiles in shared memory, (rows, columns, stage); the swizzle spans 128 bytes."""
+    if major == OperandMajorMode.K:
+        kind, order = warpgroup.SmemLayoutAtomKind.K_SW128, (0, 1, 2)
+    else:
+        kind, order = warpgroup.SmemLayoutAtomKind.MN_SW128, (1, 0, 2)
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order)
+
+
+def make_tma(op: cpasync.TmaCopyOp, view: cute.Tensor, shared: cute.ComposedLayout) -> tuple:
+    """(copy atom, tensor of coordinates) that move a tile between the view and one stage of the shared layout."""
+    tile = cute.select(shared, mode=[0, 1])
+    return cpasync.make_tiled_tma_atom(op, view, tile, (cute.size(shared, mode=[0]), cute.size(shared, mode=[1])))
+
+
+def partition(tma: cute.CopyAtom, in_shared: cute.Tensor, in_global: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """(bytes of a tile, stage) and (bytes of a tile, tile, head, batch) views for a TMA copy between the two."""
+    return cpasync.tma_partition(
+        tma, 0, cute.make_layout(1), cute.group_modes(in_shared, 0, 2), cute.group_modes(in_global, 0, 2)
+    )
+
+
+@cute.jit
+def issue(load: Load, stage: Int32, tile: Int32, head: Int32, batch_index: Int32):
+    """Start the copy of a tile into a stage; called by one whole warp."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(load.full + stage, load.bytes)
+    source = load.source[None, tile, head, batch_index]
+    cute.copy(load.tma, source, load.target[None, stage], tma_bar_ptr=load.full + stage)
