@@ -196,9 +196,12 @@ def test_ctrl_c_ends_the_workers_with_their_children_and_removes_their_files(tmp
         assert process.wait(20) == 130
     finally:
         process.kill()
-    running = [int(pid) for note in notes.iterdir() for pid in note.read_text().split()]
-    assert len(running) == 4
-    assert [pid for pid in running if _runs(pid)] == []
+    started = [int(pid) for note in notes.iterdir() for pid in note.read_text().split()]
+    assert len(started) == 4
+    left = [pid for pid in started if _runs(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
     assert list(temporary.iterdir()) == []
 
 

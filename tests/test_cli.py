@@ -271,6 +271,14 @@ class TestCheck:
         main(["check"])
         assert f"chmod -R go-w {folder}" in capsys.readouterr().out
 
+    def test_the_folder_of_the_package_is_read_only_and_not_worth_a_line_where_it_is_missing(self, tmp_path):
+        store = Store([tmp_path / "own"], read_only=[tmp_path / "shipped"])
+        (own,) = check._store(store, hopper=False, complete=False)
+        assert own.found == f"{tmp_path / 'own'}: not there yet"
+        (tmp_path / "shipped").mkdir()
+        shipped, _ = check._store(store, hopper=False, complete=False)
+        assert shipped.found == f"{tmp_path / 'shipped'}: 0 artifacts, read-only"
+
     def test_it_makes_no_folder(self, tmp_path, capsys):
         main(["check"])
         assert not (tmp_path / "store").exists()

@@ -186,6 +186,8 @@ def _store(store: Store, hopper: bool, complete: bool) -> Iterator[Finding]:
         try:
             mode = folder.stat().st_mode
         except FileNotFoundError:
+            if folder in store.read_only:
+                continue  # the package came without artifacts: nothing to say
             yield Finding("store", "note", f"{folder}: not there yet")
             continue
         except OSError as error:
@@ -198,7 +200,8 @@ def _store(store: Store, hopper: bool, complete: bool) -> Iterator[Finding]:
             remedy = f"an artifact is code: chmod -R go-w {folder}"
             yield Finding("store", trouble, f"{folder}: others may write to it", remedy)
             continue
-        access = "writable" if os.access(folder, os.W_OK | os.X_OK) else "read-only"
+        writable = folder not in store.read_only and os.access(folder, os.W_OK | os.X_OK)
+        access = "writable" if writable else "read-only"
         yield Finding("store", "ok", f"{folder}: {count_artifacts(folder)} artifacts, {access}")
     try:
         store.writable_folder(make=False)

@@ -81,8 +81,8 @@ class Store:
         if not folders:
             raise StoreError("a store needs at least one folder: see FA3_STORE")
         self._takes_new = _expanded(folders)
-        self._read_only = _expanded(read_only)
-        self.folders = self._read_only + self._takes_new
+        self.read_only = _expanded(read_only)
+        self.folders = self.read_only + self._takes_new
         self.target = default_target() if target is None else target
         self._named = named
         self._loaded: dict[Any, Callable[..., Any]] = {}
@@ -90,7 +90,7 @@ class Store:
 
     def for_target(self, target: Target) -> Store:
         """The same folders, for artifacts of another target."""
-        return Store(self._takes_new, target, self._named, self._read_only)
+        return Store(self._takes_new, target, self._named, self.read_only)
 
     def key(self, spec: Spec) -> str:
         """64 hex digits: SHA-256 over the spec, the sources of kernels and compiler, and the target."""
