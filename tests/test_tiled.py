@@ -114,6 +114,36 @@ def test_rows_without_keys_give_0_and_minus_infinity_and_no_gradient(small_tiles
     assert (gradients[0][:, :11] == 0).all()
 
 
+@pytest.mark.parametrize("bad", ["q", "dout", "dlse"])
+def test_a_nan_in_a_row_without_keys_reaches_no_gradient(bad, small_tiles):
+    q, k, v = tensors(seqlen_q=15, seqlen_k=4)
+    out, lse = tiled.forward(q, k, v, None, True, True)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    expected = tiled.backward(dout, dlse, q, k, v, out, lse, None, True)
+    {"q": q, "dout": dout, "dlse": dlse.mT}[bad][:, :11] = math.nan
+    for one, other in zip(tiled.backward(dout, dlse, q, k, v, out, lse, None, True), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_autocast_changes_neither_values_nor_gradients(dtype, autocast, grad, small_tiles):
+    q, k, v = (x.requires_grad_(grad) for x in tensors(2, 13, 21, 4, 2, 16, 24, dtype))
+
+    def results():
+        out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True)
+        gradients = torch.autograd.grad([out, lse], (q, k, v), [out.detach(), lse.detach()]) if grad else ()
+        return (out, lse, *gradients, *fa3.reference(q, k, v, causal=True))
+
+    expected = results()
+    with torch.autocast("cpu", autocast):
+        inside = results()
+    for one, other in zip(inside, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_without_keys_the_whole_output_is_zero(causal):
     q, k, v = (x.requires_grad_() for x in tensors(seqlen_k=0))

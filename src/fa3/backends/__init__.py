@@ -4,7 +4,7 @@
 | --- | --- |
 | hopper | GPUs of compute capability 9.0: fa3's own kernels |
 | sdpa | other NVIDIA GPUs from 8.0 on: PyTorch's FlashAttention-2; what that cannot take goes to tiled |
-| tiled | every other device |
+| tiled | every other device; of meta tensors, which have shapes alone, whatever is forced |
 
 On a Hopper GPU nothing falls to another backend silently. The environment variable ``FA3_BACKEND`` forces one;
 it is read at every call.
@@ -69,6 +69,8 @@ def for_device(device: torch.device) -> str:
         BackendError: ``FA3_BACKEND`` forces a backend that cannot run on this device.
     """
     name = forced()
+    if device.type == "meta":
+        return "tiled"
     capability = _capability(device)
     if name is None:
         if capability is None or capability < (8, 0):

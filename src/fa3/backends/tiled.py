@@ -4,7 +4,8 @@ The forward follows the online softmax (Milakov and Gimelshein, arXiv:1805.02867
 (Dao et al., arXiv:2205.14135, algorithm 1); the backward recomputes each tile from the LSE (algorithm 4 there).
 Memory is linear in the sequence lengths: no more than one tile of scores exists at a time.
 
-fp16 and bf16 are computed in float32 throughout, float64 in float64; the result is rounded once.
+fp16 and bf16 are computed in float32 throughout, float64 in float64; the result is rounded once. Autocast changes
+nothing: it would round the products inside.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def _tile_sizes(problem: Problem, device: torch.device) -> tuple[int, int, int]:
     return min(sequences, problem.batch), tile_m, tile_n
 
 
-def _spans(length: int, step: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, length, step):
+def _spans(length: int, step: int, first: int = 0) -> Iterator[tuple[int, int]]:
+    for start in range(first, length, step):
         yield start, min(start + step, length)
 
 
@@ -110,12 +111,17 @@ def forward(
         out (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q, and lse (batch, heads_q, seqlen_q) in
         float32 (float64 for float64 inputs), or ``None`` without ``return_lse``.
     """
-    problem = check_forward(q, k, v, softmax_scale, causal, return_lse)
+    with torch._C._DisableAutocast():
+        return _forward(q, k, v, check_forward(q, k, v, softmax_scale, causal, return_lse))
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor | None]:
     accumulate = accumulator_dtype(q.dtype)
     out = q.new_zeros(problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v)
     lse = q.new_full((problem.batch, problem.heads_q, problem.seqlen_q), -torch.inf, dtype=accumulate)
-    if problem.empty or problem.seqlen_k == 0:
-        return out, lse if return_lse else None
+    # Meta tensors have shapes and no numbers.
+    if problem.empty or problem.seqlen_k == 0 or q.is_meta:
+        return out, lse if problem.return_lse else None
     heads_kv = problem.heads_kv
     out_by_head = out.view(*out.shape[:2], heads_kv, problem.group_size, -1).permute(0, 2, 3, 1, 4)
     lse_by_head = lse.view(problem.batch, heads_kv, problem.group_size, problem.seqlen_q)
@@ -143,7 +149,7 @@ def forward(
             out_by_head[b0:b1, :, :, i0:i1] = torch.where(seen, acc / row_sum, 0.0)
             tile_lse = torch.where(seen, row_max + row_sum.log(), -torch.inf)
             lse_by_head[b0:b1, :, :, i0:i1] = tile_lse.squeeze(-1)
-    return out, lse if return_lse else None
+    return out, lse if problem.return_lse else None
 
 
 def backward(
@@ -172,10 +178,16 @@ def backward(
     Returns:
         dq, dk, dv: shapes and dtypes of q, k and v, contiguous.
     """
-    problem = check_forward(q, k, v, softmax_scale, causal, True)
+    with torch._C._DisableAutocast():
+        return _backward(dout, dlse, q, k, v, out, lse, check_forward(q, k, v, softmax_scale, causal, True))
+
+
+def _backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
+) -> tuple[Tensor, Tensor, Tensor]:
     accumulate = accumulator_dtype(q.dtype)
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    if problem.empty or problem.seqlen_k == 0:
+    if problem.empty or problem.seqlen_k == 0 or q.is_meta:
         return dq, dk, dv
     heads_kv, group = problem.heads_kv, problem.group_size
     sequences, tile_m, tile_n = _tile_sizes(problem, q.device)
@@ -189,13 +201,14 @@ def backward(
         row_lse = lse[b0:b1].reshape(b1 - b0, heads_kv, group, problem.seqlen_q, 1).to(accumulate)
         if dlse is not None:
             delta -= dlse[b0:b1].reshape(row_lse.shape).to(accumulate)
-        # A row without keys has no probabilities: with +inf for its LSE, exp(score - lse) is 0, not NaN.
+        # A row whose scores are all -inf has no probabilities: with +inf for its LSE, exp(score - lse) is 0, not NaN.
         no_keys = row_lse == -torch.inf
         row_lse = row_lse.masked_fill(no_keys, torch.inf)
         delta.masked_fill_(no_keys, 0.0)
 
         dk_heads, dv_heads = torch.zeros_like(k_heads), torch.zeros_like(v_heads)
-        for i0, i1 in _spans(problem.seqlen_q, tile_m):
+        # Rows that the mask leaves without keys are not read: a NaN in them would pass through 0 * NaN.
+        for i0, i1 in _spans(problem.seqlen_q, tile_m, problem.first_row_with_keys):
             q_tile = q_heads[..., i0:i1, :]
             dout_tile = dout_heads[..., i0:i1, :]
             dq_tile = torch.zeros_like(q_tile)
