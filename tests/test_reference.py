@@ -155,6 +155,25 @@ def test_empty_problems_have_empty_results():
 
 
 @pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, not list"),
+        ({"sink": [1.0, 2.0]}, TypeError, "sink must be a torch.Tensor, not list"),
+        ({"k": torch.zeros(1, 3, 2, 8, dtype=torch.int32)}, TypeError, "k has dtype torch.int32: must be a float"),
+        ({"v": torch.zeros(1, 3, 2, 8, device="meta")}, ValueError, "devices cpu, cpu and meta"),
+        ({"softmax_scale": math.nan}, ValueError, "softmax_scale=nan: must be finite and positive"),
+        ({"softmax_scale": 2**2000}, ValueError, "softmax_scale is too large"),
+        ({"softmax_scale": "1"}, TypeError, "softmax_scale='1': must be a float"),
+        ({"causal": 1}, TypeError, "causal=1: must be True or False"),
+    ],
+)
+def test_bad_kinds_of_arguments_are_named(change, error, words):
+    arguments = {"q": torch.zeros(1, 3, 2, 8), "k": torch.zeros(1, 3, 2, 8), "v": torch.zeros(1, 3, 2, 8), **change}
+    with pytest.raises(error, match=words):
+        fa3.reference(**arguments)
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"window_size": (-2, 0)}, "window_size"),

@@ -23,6 +23,12 @@ DTYPE_NAMES = {
 #: Largest head dim of q and k.
 MAX_HEAD_DIM = 256
 
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
+# The smallest float32 above 0, and half of the largest: the kernels multiply the scale by log2(e).
+_MIN_SCALE_FLOAT32 = 2.0**-149
+_MAX_SCALE_FLOAT32 = torch.finfo(torch.float32).max / 2
+
 
 def max_head_dim_v(head_dim: int) -> int:
     """Largest head dim of v beside ``head_dim``: narrow q and k leave room for wide values."""
@@ -47,7 +53,7 @@ class Problem:
         head_dim: columns of q and k, a multiple of 8 up to 256.
         head_dim_v: columns of v and out, a multiple of 8 up to 512 where ``head_dim <= 64``, else up to 256.
         dtype: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``.
-        softmax_scale: factor on q·k before the softmax, finite and positive.
+        softmax_scale: factor on q·k before the softmax, finite and positive, for all but fp64 also in float32.
         causal: bottom-right aligned: query i sees key j when ``j <= i + seqlen_k - seqlen_q``.
         return_lse: the call also wants the log-sum-exp of each row.
 
@@ -83,6 +89,11 @@ class Problem:
         limit = max_head_dim_v(self.head_dim)
         _check_head_dim(f"head_dim_v (last dim of v, beside head_dim={self.head_dim})", self.head_dim_v, limit)
         check_softmax_scale(self.softmax_scale)
+        if self.dtype != "fp64" and not _MIN_SCALE_FLOAT32 <= self.softmax_scale <= _MAX_SCALE_FLOAT32:
+            raise ValueError(
+                f"softmax_scale={self.softmax_scale}: must be finite and positive in float32, in which {self.dtype} "
+                f"inputs are computed: from {_MIN_SCALE_FLOAT32:.2g} to {_MAX_SCALE_FLOAT32:.2g}"
+            )
 
     @property
     def empty(self) -> bool:
@@ -107,21 +118,55 @@ def _check_head_dim(name: str, value: int, limit: int) -> None:
         raise ValueError(f"{name} is {value}: allowed are the multiples of 8 from 8 to {limit}")
 
 
+def named(name: str, value: object) -> str:
+    """How messages name an argument. torch.compile may trace a number as a symbol, which it cannot format."""
+    return name if _is_dynamo_compiling() else f"{name}={value!r}"
+
+
 def check_softmax_scale(value: object) -> float:
     """``value`` as float. Raises ``TypeError`` if it is no number, ``ValueError`` if not finite and positive."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"softmax_scale={value!r}: must be a float or None, not {type(value).__name__}")
-    scale = float(value)
-    if not (math.isfinite(scale) and scale > 0.0):
-        raise ValueError(f"softmax_scale={scale}: must be finite and positive")
+        raise TypeError(f"{named('softmax_scale', value)}: must be a float or None, not {type(value).__name__}")
+    try:
+        scale = float(value)
+    except OverflowError:
+        # An int or a fraction. Its digits could fill pages.
+        raise ValueError("softmax_scale is too large for a float: must be finite and positive") from None
+    # Comparisons and no math.isfinite: torch.compile may trace the number as a symbol.
+    if not 0.0 < scale < math.inf:
+        raise ValueError(f"{named('softmax_scale', scale)}: must be finite and positive")
     return scale
 
 
 def check_tensors(**tensors: object) -> None:
-    """Raise ``TypeError`` for the first argument that is not a tensor."""
+    """Raise for the first argument that is not a tensor (``TypeError``) or is a nested one (``ValueError``)."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+        if value.is_nested:
+            raise ValueError(
+                f"{name} is a nested tensor, layout {value.layout}: must be a dense (torch.strided) tensor "
+                f"(batch, seqlen, heads, head_dim)"
+            )
+
+
+def check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check everything of the tensors but their sizes and strides. Errors as `check_forward`."""
+    check_tensors(q=q, k=k, v=v)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} has {tensor.dim()} dims, shape {tuple(tensor.shape)}: must be (batch, seqlen, heads, head_dim)"
+            )
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{name} has layout {tensor.layout}: must be a dense (torch.strided) tensor")
+        if tensor.dtype not in DTYPE_NAMES:
+            allowed = ", ".join(str(dtype) for dtype in DTYPE_NAMES)
+            raise TypeError(f"{name} has dtype {tensor.dtype}: allowed are {allowed}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}: must be the same")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v are on devices {q.device}, {k.device} and {v.device}: must be the same")
 
 
 def check_forward(
@@ -146,22 +191,7 @@ def check_forward(
         TypeError: not a tensor, an unsupported dtype, or a mix of dtypes.
         ValueError: rank, sizes, strides, devices or scale do not fit; the message says which and what does.
     """
-    check_tensors(q=q, k=k, v=v)
-    named = (("q", q), ("k", k), ("v", v))
-    for name, tensor in named:
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} has {tensor.dim()} dims, shape {tuple(tensor.shape)}: must be (batch, seqlen, heads, head_dim)"
-            )
-        if tensor.layout is not torch.strided:
-            raise ValueError(f"{name} has layout {tensor.layout}: must be a dense (torch.strided) tensor")
-        if tensor.dtype not in DTYPE_NAMES:
-            allowed = ", ".join(str(dtype) for dtype in DTYPE_NAMES)
-            raise TypeError(f"{name} has dtype {tensor.dtype}: allowed are {allowed}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}: must be the same")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q, k and v are on devices {q.device}, {k.device} and {v.device}: must be the same")
+    check_kinds(q, k, v)
     batch, seqlen_q, heads_q, head_dim = q.shape
     _, seqlen_k, heads_kv, head_dim_v = v.shape
     if not batch == k.shape[0] == v.shape[0]:
@@ -174,7 +204,7 @@ def check_forward(
         raise ValueError(f"k and v have {k.shape[2]} and {heads_kv} heads (dim 2): must be the same")
     if k.shape[3] != head_dim:
         raise ValueError(f"q and k have head dims (dim 3) {head_dim} and {k.shape[3]}: must be the same")
-    for name, tensor in named:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.numel() and tensor.stride(3) != 1:
             raise ValueError(
                 f"{name} has strides {tensor.stride()}: the last must be 1, the others are free "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fa3.problem import check_softmax_scale, check_tensors
+
 #: Score elements (8 bytes each, a few of them alive at once) computed in one step.
 _SCORES_PER_STEP = 1 << 25
 
@@ -100,8 +102,22 @@ def reference(
         (with a sink: LSE = sink).
 
     Raises:
-        ValueError: shapes do not fit, or a negative window below -1, chunk or softcap.
+        TypeError: not a tensor, not a float dtype, a scale that is no number, or a causal that is no bool.
+        ValueError: shapes or devices do not fit, a scale that is not finite and positive, a window below -1, or a
+            negative chunk or softcap.
     """
+    optional = {name: tensor for name, tensor in (("sink", sink), ("qv", qv)) if tensor is not None}
+    tensors: dict[str, Tensor] = {"q": q, "k": k, "v": v, **optional}
+    check_tensors(**tensors)
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} has dtype {tensor.dtype}: must be a float dtype")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v are on devices {q.device}, {k.device} and {v.device}: must be the same")
+    if softmax_scale is not None:
+        softmax_scale = check_softmax_scale(softmax_scale)
+    if causal is not True and causal is not False:
+        raise TypeError(f"causal={causal!r}: must be True or False, not {type(causal).__name__}")
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dims: each must have 4")
     batch, seqlen_q, heads_q, head_dim = q.shape
