@@ -1,7 +1,10 @@
 """The operators: what torch.compile, torch.export and opcheck need of them."""
 
+import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa3
 from fa3 import ops
@@ -36,8 +39,10 @@ def test_the_backward_operator_refuses_to_be_differentiated():
     q, k, v = tensors(requires_grad=True)
     with torch.no_grad():
         out, lse = ops.forward_lse(q, k, v, None, True)
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        ops.backward(out, None, q, k, v, out, lse, None, True)
+    gradients = ops.backward(out, None, q, k, v, out, lse, None, True)
+    for gradient in gradients:
+        with pytest.raises(NotImplementedError, match="no second derivative"):
+            gradient.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
@@ -50,6 +55,115 @@ def test_fakes_have_the_shapes_dtypes_and_strides_of_the_real_results(dtype):
     fake_results = (fake_out, fake_lse, *ops.backward(fake_out, fake_lse, *meta, fake_out, fake_lse, None, True))
     for one, other in zip(real_results, fake_results, strict=True):
         assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+
+
+BAD_TENSORS = {
+    "ranks": lambda q, k, v: (q[0], k, v),
+    "a mix of dtypes": lambda q, k, v: (q, k.half(), v),
+    "a dtype without attention": lambda q, k, v: (q.int(), k.int(), v.int()),
+    "heads that do not divide": lambda q, k, v: (q[:, :, :3], k, v),
+    "head dims that differ": lambda q, k, v: (q[..., :8], k, v),
+    "a head dim that is no multiple of 8": lambda q, k, v: (q[..., :12], k[..., :12], v),
+    "batches that differ": lambda q, k, v: (q[:1], k, v),
+    "keys without values": lambda q, k, v: (q, k, v[:, :5]),
+    "a last stride of 2": lambda q, k, v: (q[..., ::2], k[..., :8], v),
+}
+
+
+@pytest.mark.parametrize("spoil", BAD_TENSORS.values(), ids=BAD_TENSORS)
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_fakes_complain_as_the_kernels_do(spoil, return_lse):
+    def complaint():
+        with pytest.raises((TypeError, ValueError)) as caught:
+            fa3.flash_attn_func(*spoil(*tensors()), return_lse=return_lse)
+        return caught.type, str(caught.value)
+
+    expected = complaint()
+    with FakeTensorMode():
+        assert complaint() == expected
+
+
+def test_the_fake_of_backward_complains_too():
+    q, k, v = (x.to("meta") for x in tensors())
+    out, lse = ops.forward_lse(q, k, v, None, True)
+    with pytest.raises(TypeError, match="must be the same"):
+        ops.backward(out, None, q, k.half(), v, out, lse, None, True)
+
+
+def test_one_dynamic_graph_serves_all_shapes():
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+
+    def attend(q, k, v):
+        return fa3.flash_attn_func(q, k, v, causal=True, return_lse=True)
+
+    compiled = torch.compile(attend, fullgraph=True, backend=graphs, dynamic=True)
+    for batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v in (
+        (3, 9, 11, 4, 2, 16, 24),  # Sizes that are equal here would stay so.
+        (3, 7, 30, 6, 3, 72, 80),
+        (5, 40, 12, 10, 5, 128, 64),
+        (4, 8, 6, 21, 7, 32, 512),
+    ):
+        shapes = (
+            (batch, seqlen_q, heads_q, head_dim),
+            (batch, seqlen_k, heads_kv, head_dim),
+            (batch, seqlen_k, heads_kv, head_dim_v),
+        )
+        inputs = [torch.randn(shape) for shape in shapes]
+        for one, other in zip(compiled(*inputs), attend(*inputs), strict=True):
+            torch.testing.assert_close(one, other)
+    assert graphs.frame_count == 1
+
+
+def test_a_dynamic_graph_complains_about_bad_sizes():
+    torch._dynamo.reset()
+    compiled = torch.compile(fa3.flash_attn_func, fullgraph=True, backend="eager", dynamic=True)
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match="q has 3 heads, k and v have 2"):
+        compiled(q[:, :, :3], k, v)
+
+
+BAD_OPTIONS = [
+    ("softcap", 3.0, NotImplementedError),
+    ("softcap", -1.0, ValueError),
+    ("num_splits", 3, NotImplementedError),
+    ("attention_chunk", 4, NotImplementedError),
+    ("softmax_scale", True, TypeError),
+    ("softmax_scale", "1", TypeError),
+    ("softmax_scale", -1.0, ValueError),
+    ("causal", 1, TypeError),
+    ("q", None, TypeError),
+]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("name", "value", "error"), BAD_OPTIONS)
+def test_compiled_calls_complain_as_eager_ones_do(name, value, error, dynamic):
+    def attend(arguments):
+        return fa3.flash_attn_func(**arguments)
+
+    arguments = {**dict(zip("qkv", tensors(), strict=True)), name: value}
+    torch._dynamo.reset()
+    with pytest.raises(error, match=rf"^{name}\b"):
+        torch.compile(attend, backend="eager", dynamic=dynamic)(arguments)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=rf"{error.__name__}.*{name}\b"):
+        torch.compile(attend, backend="eager", dynamic=dynamic, fullgraph=True)(arguments)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("scale", [0.5, 2, np.float32(0.5)], ids=repr)
+def test_compiled_calls_take_the_scales_that_eager_ones_take(scale, dynamic):
+    torch._dynamo.reset()
+
+    def attend(q, k, v, scale):
+        return fa3.flash_attn_func(q, k, v, softmax_scale=scale)
+
+    # A NumPy scalar breaks the graph: it would become a tensor.
+    fullgraph = not isinstance(scale, np.generic)
+    compiled = torch.compile(attend, backend="eager", dynamic=dynamic, fullgraph=fullgraph)
+    inputs = tensors()
+    assert torch.equal(compiled(*inputs, scale), attend(*inputs, scale))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

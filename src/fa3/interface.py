@@ -12,9 +12,11 @@ from torch.autograd import forward_ad
 
 from fa3 import ops
 from fa3.backends import forward_for
-from fa3.problem import check_softmax_scale, check_tensors
+from fa3.problem import check_softmax_scale, check_tensors, named
 
 _OPEN_WINDOW = (-1, -1)
+_NO_SOFTCAP = 0.0
+_ZERO, _ONE, _MINUS_ONE = 0, 1, -1
 
 # Bound once: an attribute lookup is 20 ns, and the whole Python side of a call has about two microseconds.
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -28,49 +30,68 @@ _functorch_transform = torch._C._functorch.peek_interpreter_stack
 
 def _check_int(name: str, value: object, least: int, allowed: str) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name}={value!r}: must be an int, not {type(value).__name__}")
+        raise TypeError(f"{named(name, value)}: must be an int, not {type(value).__name__}")
     if value < least:
-        raise ValueError(f"{name}={value}: allowed are {allowed}")
+        raise ValueError(f"{named(name, value)}: allowed are {allowed}")
     return int(value)
+
+
+def _check_bool(name: str, value: object) -> bool:
+    if value is not True and value is not False:
+        raise TypeError(f"{named(name, value)}: must be True or False, not {type(value).__name__}")
+    return value
 
 
 def _check_window(window_size: object, causal: bool) -> bool:
     """Whether the window amounts to the causal mask (True) or to none (False)."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"window_size={window_size!r}: must be a pair (left, right) of ints, -1 for an open side")
+    pair = "a pair (left, right) of ints, -1 for an open side"
+    if not isinstance(window_size, (tuple, list)):
+        raise TypeError(f"{named('window_size', window_size)}: must be {pair}, not {type(window_size).__name__}")
+    if len(window_size) != 2:
+        raise ValueError(f"{named('window_size', window_size)}: must be {pair}")
     left = _check_int("window_size[0]", window_size[0], -1, "-1 (open) and up")
     right = _check_int("window_size[1]", window_size[1], -1, "-1 (open) and up")
     if left == -1 and (causal or right in (-1, 0)):
         return causal or right == 0
     raise NotImplementedError(
-        f"window_size={(left, right)} is not built yet: allowed are (-1, -1) and, for the causal mask, (-1, 0)"
+        f"{named('window_size', (left, right))} is not built yet: allowed are (-1, -1) and, for the causal mask, "
+        "(-1, 0)"
     )
 
 
+def _is_open(*window_size: object) -> bool:
+    return len(window_size) == 2 and window_size[0] is _MINUS_ONE and window_size[1] is _MINUS_ONE
+
+
 def _check_options(causal: bool, options: dict[str, Any]) -> bool:
-    """Accept hints, refuse what would change the result and is not built; returns the causal flag in force."""
+    """Accept hints, refuse what would change the result and is not built; returns the causal flag in force.
+
+    Numbers may be of any type that registers as one (numbers.Real, numbers.Integral: NumPy's do), flags are bools.
+    """
     for name in ("qv", "q_descale", "k_descale", "v_descale"):
         if options[name] is not None:
             raise NotImplementedError(f"{name} is not built yet: leave it None")
-    causal = _check_window(options["window_size"], causal)
-    if _check_int("attention_chunk", options["attention_chunk"], 0, "0 (none) and up"):
-        raise NotImplementedError(f"attention_chunk={options['attention_chunk']} is not built yet: leave it 0")
-    softcap = options["softcap"]
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
-        raise TypeError(f"softcap={softcap!r}: must be a float, not {type(softcap).__name__}")
-    # Comparisons and no math.isfinite: torch.compile may trace the number as a symbol.
-    if not 0.0 <= softcap < math.inf:
-        raise ValueError(f"softcap={softcap}: must be finite and at least 0 (none)")
-    if softcap > 0.0:
-        raise NotImplementedError(f"softcap={softcap} is not built yet: leave it 0.0")
-    if _check_int("num_splits", options["num_splits"], 0, "0 (automatic) and 1") > 1:
-        raise NotImplementedError(f"num_splits={options['num_splits']} is not built yet: allowed are 0 and 1")
-    if options["pack_gqa"] not in (None, True, False):
-        raise ValueError(f"pack_gqa={options['pack_gqa']!r}: allowed are None, True and False")
-    _check_int("sm_margin", options["sm_margin"], 0, "0 and up")
+    _check_bool("causal", causal)
     for name in ("deterministic", "return_attn_probs", "return_lse"):
-        if options[name] not in (True, False):
-            raise ValueError(f"{name}={options[name]!r}: allowed are True and False")
+        _check_bool(name, options[name])
+    if options["pack_gqa"] is not None:
+        _check_bool("pack_gqa", options["pack_gqa"])
+    causal = _check_window(options["window_size"], causal)
+    chunk = options["attention_chunk"]
+    if _check_int("attention_chunk", chunk, 0, "0 (none) and up"):
+        raise NotImplementedError(f"{named('attention_chunk', chunk)} is not built yet: leave it 0")
+    softcap = options["softcap"]
+    if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
+        raise TypeError(f"{named('softcap', softcap)}: must be a float, not {type(softcap).__name__}")
+    # Comparisons and no math.isfinite: torch.compile may trace the number as a symbol.
+    if not 0.0 <= softcap < math.inf:  # type: ignore[operator]
+        raise ValueError(f"{named('softcap', softcap)}: must be finite and at least 0 (none)")
+    if softcap > 0.0:  # type: ignore[operator]
+        raise NotImplementedError(f"{named('softcap', softcap)} is not built yet: leave it 0.0")
+    splits = options["num_splits"]
+    if _check_int("num_splits", splits, 0, "0 (automatic) and 1") > 1:
+        raise NotImplementedError(f"{named('num_splits', splits)} is not built yet: allowed are 0 and 1")
+    _check_int("sm_margin", options["sm_margin"], 0, "0 and up")
     return causal
 
 
@@ -84,9 +105,9 @@ def flash_attn_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = _OPEN_WINDOW,
     attention_chunk: int = 0,
-    softcap: float = 0.0,
+    softcap: float = _NO_SOFTCAP,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
@@ -125,19 +146,23 @@ def flash_attn_func(
         NotImplementedError: an option is not built yet, or a gradient is asked of a backend that has none.
         FA3Error: the backend cannot run here.
     """
+    # Identities: they are cheaper than equality, and true of no array, float or bool that only equals the number.
+    # What fails them is looked at closely, and may still be legal.
     if not (
-        qv is None
+        (causal is False or causal is True)
+        and qv is None
         and q_descale is None
         and k_descale is None
         and v_descale is None
-        and window_size == _OPEN_WINDOW
-        and attention_chunk == 0
-        and softcap == 0.0
-        and num_splits == 1
-        and pack_gqa is None
-        and deterministic is False
-        and sm_margin == 0
-        and return_attn_probs is False
+        and (window_size is _OPEN_WINDOW or (type(window_size) is tuple and _is_open(*window_size)))
+        and attention_chunk is _ZERO
+        and (softcap is _NO_SOFTCAP or (type(softcap) is float and softcap == 0.0))
+        and (num_splits is _ONE or num_splits is _ZERO)
+        and (pack_gqa is None or pack_gqa is False or pack_gqa is True)
+        and (deterministic is False or deterministic is True)
+        and sm_margin is _ZERO
+        and (return_attn_probs is False or return_attn_probs is True)
+        and (return_lse is False or return_lse is True)
     ):
         causal = _check_options(
             causal,
@@ -158,6 +183,8 @@ def flash_attn_func(
             },
         )
     with_lse = return_lse or return_attn_probs
+    if softmax_scale is not None and type(softmax_scale) is not float:
+        softmax_scale = check_softmax_scale(softmax_scale)
 
     # Plain tensors, no gradient, nothing that watches or rewrites operators: the backend is called directly, which
     # spares the dispatcher's two microseconds. In all other cases the operators see to it.
@@ -167,6 +194,8 @@ def flash_attn_func(
         and type(k) is Tensor
         and type(v) is Tensor
         and not (_is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        # The memory of a negative view lacks the sign; the dispatcher adds it.
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
         and not _dispatch_modes()
         and not _function_modes()
         and not _is_profiling()
@@ -174,12 +203,17 @@ def flash_attn_func(
         and _functorch_transform() is None
         and forward_ad._current_level < 0
     ):
-        out, lse = forward_for(q)(q, k, v, softmax_scale, causal, with_lse)
+        try:
+            out, lse = forward_for(q)(q, k, v, softmax_scale, causal, with_lse)
+        except RuntimeError:
+            # A nested tensor refuses to tell its shape before any check has seen it.
+            check_tensors(q=q, k=k, v=v)
+            raise
         return (out, lse) if with_lse else out  # type: ignore[return-value]
 
-    if not _is_dynamo_compiling():
-        check_tensors(q=q, k=k, v=v)
-        softmax_scale = None if softmax_scale is None else check_softmax_scale(softmax_scale)
+    check_tensors(q=q, k=k, v=v)
+    if softmax_scale is not None:
+        check_softmax_scale(softmax_scale)
     if with_lse:
-        return ops.forward_lse(q, k, v, softmax_scale, bool(causal))
-    return ops.forward(q, k, v, softmax_scale, bool(causal))
+        return ops.forward_lse(q, k, v, softmax_scale, causal)
+    return ops.forward(q, k, v, softmax_scale, causal)

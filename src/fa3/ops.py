@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import _SingleLevelFunction
 
 from fa3 import backends
 from fa3.backends import sdpa, tiled
-from fa3.problem import check_forward
+from fa3.problem import check_forward, check_kinds
 
 _library = torch.library.Library("fa3", "DEF")
 _ARGUMENTS = "Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal"
@@ -59,8 +60,17 @@ _library.impl("backward", tiled.backward, "CompositeExplicitAutograd")
 # Fakes: shapes and dtypes without the numbers -----------------------------------------------------------------------
 
 
+def _check_fakes(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool) -> None:
+    """Errors as the kernels raise them. Sizes that are symbols wait for the kernel: a check here would guard them."""
+    check_kinds(q, k, v)
+    numbers = (*q.shape, *k.shape, *v.shape, *q.stride(), *k.stride(), *v.stride(), softmax_scale)
+    if not any(isinstance(number, (torch.SymInt, torch.SymFloat)) for number in numbers):
+        check_forward(q, k, v, softmax_scale, causal)
+
+
 @torch.library.register_fake("fa3::forward", lib=_library)
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool) -> Tensor:
+    _check_fakes(q, k, v, softmax_scale, causal)
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
 
 
@@ -68,6 +78,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, 
 def _fake_forward_lse(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
+    _check_fakes(q, k, v, softmax_scale, causal)
     out = q.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=tiled.accumulator_dtype(q.dtype))
     return out, lse
@@ -85,6 +96,7 @@ def _fake_backward(
     softmax_scale: float | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_fakes(q, k, v, softmax_scale, causal)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -104,7 +116,23 @@ def _require_gradient(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | No
         )
 
 
-class _Attention(torch.autograd.Function):
+def _apply(function: Any, *arguments: Any) -> Any:
+    """``function.apply``, also inside torch.func: its transforms call an autograd kernel once a level."""
+    with enable_single_level_autograd_function():
+        return function.apply(*arguments)
+
+
+def _redispatch(operator: Any, keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+    """Call an operator below autograd, from inside the forward of an autograd function.
+
+    Such a forward runs without grad mode, but what lies below may be an outer level of torch.func, or the plain
+    autograd below all its levels, which has a graph of its own to make.
+    """
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+
+class _Attention(_SingleLevelFunction):
     """Calls the operators below autograd, and answers with `backward` when gradients come back."""
 
     @staticmethod
@@ -118,9 +146,7 @@ class _Attention(torch.autograd.Function):
         causal: bool,
         return_lse: bool,
     ) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            below = keyset & torch._C._after_autograd_keyset
-            out, lse = forward_lse.redispatch(below, q, k, v, softmax_scale, causal)
+        out, lse = _redispatch(forward_lse, keyset, q, k, v, softmax_scale, causal)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.softmax_scale = softmax_scale
         ctx.causal = causal
@@ -128,7 +154,6 @@ class _Attention(torch.autograd.Function):
         return (out, lse) if return_lse else out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         if dout is None and dlse is None:
@@ -139,6 +164,24 @@ class _Attention(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:4]
         gradients = (gradient if need else None for gradient, need in zip((dq, dk, dv), needs, strict=True))
         return (None, *gradients, None, None, None)
+
+
+class _Gradients(_SingleLevelFunction):
+    """What `backward` answers under ``create_graph``: gradients whose own gradient is refused, never dropped.
+
+    torch.func.grad always asks for such a graph, so the refusal waits until somebody differentiates twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+        return _redispatch(backward, keyset, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        raise NotImplementedError(
+            "flash_attn_func has no second derivative: a gradient that passed through it (create_graph=True, or "
+            "nested torch.func transforms) was differentiated again"
+        )
 
 
 def _refuse_forward_mode(*inputs: Tensor | None) -> None:
@@ -156,7 +199,7 @@ def _autograd_forward(
     _refuse_forward_mode(q, k, v)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v):
         _require_gradient(q, k, v, softmax_scale, causal)
-        differentiable: Tensor = _Attention.apply(keyset, q, k, v, softmax_scale, causal, False)
+        differentiable: Tensor = _apply(_Attention, keyset, q, k, v, softmax_scale, causal, False)
         return differentiable
     with torch._C._AutoDispatchBelowAutograd():
         below = keyset & torch._C._after_autograd_keyset
@@ -170,7 +213,7 @@ def _autograd_forward_lse(
     _refuse_forward_mode(q, k, v)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v):
         _require_gradient(q, k, v, softmax_scale, causal)
-        differentiable: tuple[Tensor, Tensor] = _Attention.apply(keyset, q, k, v, softmax_scale, causal, True)
+        differentiable: tuple[Tensor, Tensor] = _apply(_Attention, keyset, q, k, v, softmax_scale, causal, True)
         return differentiable
     with torch._C._AutoDispatchBelowAutograd():
         below = keyset & torch._C._after_autograd_keyset
@@ -192,11 +235,13 @@ def _autograd_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = (dout, dlse, q, k, v, out, lse)
     _refuse_forward_mode(*inputs)
+    gradients: tuple[Tensor, Tensor, Tensor]
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-        raise NotImplementedError("fa3::backward has no gradient of its own: second derivatives are not built")
+        gradients = _apply(_Gradients, keyset, *inputs, softmax_scale, causal)
+        return gradients
     with torch._C._AutoDispatchBelowAutograd():
         below = keyset & torch._C._after_autograd_keyset
-        gradients: tuple[Tensor, Tensor, Tensor] = backward.redispatch(below, *inputs, softmax_scale, causal)
+        gradients = backward.redispatch(below, *inputs, softmax_scale, causal)
         return gradients
 
 
