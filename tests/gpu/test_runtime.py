@@ -65,18 +65,18 @@ def test_two_threads_on_two_streams_do_not_disturb_each_other(make):
     expected = [fa3.flash_attn_func(*problem, causal=True, return_lse=True) for problem in problems]
     torch.cuda.synchronize()
     faults = []
+    results = [[], []]
     barrier = threading.Barrier(2)
 
     def work(index):
         try:
-            with torch.cuda.stream(torch.cuda.Stream()):
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
                 barrier.wait()
+                # Nothing waits for the GPU before the end, so that launches of both streams are on it at once.
                 for _ in range(100):
-                    out, lse = fa3.flash_attn_func(*problems[index], causal=True, return_lse=True)
-                    same = torch.equal(out, expected[index][0]) and torch.equal(lse, expected[index][1])
-                    if not same:
-                        faults.append(f"thread {index}: another result")
-                        return
+                    results[index].append(fa3.flash_attn_func(*problems[index], causal=True, return_lse=True))
+            stream.synchronize()
         except Exception as error:
             faults.append(f"thread {index}: {error!r}")
 
@@ -85,7 +85,45 @@ def test_two_threads_on_two_streams_do_not_disturb_each_other(make):
         thread.start()
     for thread in threads:
         thread.join()
+    torch.cuda.synchronize()
     assert faults == []
+    for index in range(2):
+        assert len(results[index]) == 100
+        for out, lse in results[index]:
+            assert torch.equal(out, expected[index][0])
+            assert torch.equal(lse, expected[index][1])
+
+
+def test_two_graphs_replay_on_two_streams_at_once(make):
+    problems = [make(2, 600, 700, 8, 2, 128), make(3, 500, 900, 4, 4, 64)]
+    expected = [fa3.flash_attn_func(*problem, causal=True, return_lse=True) for problem in problems]
+    torch.cuda.synchronize()
+    graphs, captured = [], []
+    for problem in problems:
+        # One after the other, both on the stream that captures by default: state of that stream is not to be shared.
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured.append(fa3.flash_attn_func(*problem, causal=True, return_lse=True))
+        graphs.append(graph)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    replayed = [[], []]
+    torch.cuda.synchronize()
+    for stream in streams:
+        # Both streams sleep while the host enqueues: they start together and overlap.
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(LONG)
+    for _ in range(20):
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                for result in captured[index]:
+                    result.fill_(float("nan"))
+                graphs[index].replay()
+                replayed[index].append([result.clone() for result in captured[index]])
+    torch.cuda.synchronize()
+    for index in range(2):
+        for out, lse in replayed[index]:
+            assert torch.equal(out, expected[index][0])
+            assert torch.equal(lse, expected[index][1])
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
