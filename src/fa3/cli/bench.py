@@ -123,6 +123,11 @@ def _git_commit() -> str:
     return head + ("+" if changed.returncode else "")
 
 
+def _without_folder(argument: str) -> str:
+    """An argument without the folders of a path: those of one machine mean nothing on another."""
+    return argument if "/" not in argument else Path(argument).name
+
+
 def _dsl_version() -> str | None:
     """Version of the DSL that made the kernels: of the artifacts in the store, else of the installed package."""
     from fa3.compiler.store import default_store
@@ -156,7 +161,7 @@ def facts(
         "commit": commit or _git_commit(),
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["fa3", *sys.argv[1:]]),
+        "command": shlex.join(["fa3", *map(_without_folder, sys.argv[1:])]),
         "impls": {impl.name: impl.version for impl in impls},
         "missing": missing,
         "notes": [] if sensors.problem is None else [sensors.problem],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,13 +83,24 @@ def figure_of(result: Row, regime: str | None = None) -> Figure:
     rows = [row for row in rows if row["regime"] == regime]
     if result["kind"] == "ablation":
         return _bars(
-            [row.get("spec", LABELS[row["impl"]]) for row in rows],
+            [_schedule(row["spec"]) if "spec" in row else LABELS[row["impl"]] for row in rows],
             [row["tflops"] for row in rows],
             [COLOURS[row["impl"]] for row in rows],
             f"TFLOPS, {regime}",
             _subtitle(result),
         )
     return _speed(rows, f"{_subtitle(result)}, {regime}")
+
+
+def _schedule(name: str) -> str:
+    """The schedule in words, from the name of a spec: ``..._192x80x3_wpot8``."""
+    found = re.search(r"_(\d+x\d+x\d+)_([a-z]+?)t([0-9.]+)$", name)
+    if found is None:
+        return name
+    tiles, letters, threshold = found.groups()
+    words = {"w": "warp specialized", "p": "ping-pong", "o": "overlap"}
+    switches = ["serial"] if letters == "serial" else [words[letter] for letter in letters if letter in words]
+    return f"{' + '.join(switches)} ({tiles}, threshold {threshold})"
 
 
 def _subtitle(result: Row) -> str:
