@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -210,3 +211,22 @@ def test_no_launch_has_more_blocks_than_tiles_or_multiprocessors(kernel):
         hopper.forward(q, k, v, None, True, False)
         tiles = math.ceil(seqlen_q / kernel.specs[-1].tile_m) * heads * batch
         assert 1 <= kernel.last["blocks"] <= min(tiles, H200.sm_count)
+
+
+def test_a_call_on_another_device_than_the_current_one_launches_there(kernel, monkeypatch):
+    entered = []
+
+    @contextlib.contextmanager
+    def device(index):
+        entered.append(index)
+        yield
+        entered.append("left")
+
+    monkeypatch.setattr(hopper, "_current_device", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    streams = []
+    monkeypatch.setattr(hopper, "_current_stream", lambda index: streams.append(index) or 0)
+    hopper.forward(*tensors(), None, False, False)
+    assert entered == [-1, "left"]  # -1 is what a CPU tensor says of its device
+    assert streams == [-1]
+    assert len(kernel.calls) == 1
