@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+import fa3
 from fa3 import plan as planning
 from fa3.backends import hopper
 from fa3.plan import H200
@@ -230,3 +231,31 @@ def test_a_call_on_another_device_than_the_current_one_launches_there(kernel, mo
     assert entered == [-1, "left"]  # -1 is what a CPU tensor says of its device
     assert streams == [-1]
     assert len(kernel.calls) == 1
+
+
+def test_the_per_thread_default_stream_shares_no_counter(kernel, monkeypatch):
+    monkeypatch.setattr(hopper, "_current_stream", lambda device: hopper.PER_THREAD_STREAM)
+    kept = []  # as a kernel in flight would keep the memory
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, **options: kept.append(zeros(*size, **options)) or kept[-1])
+    for _ in range(2):
+        hopper.forward(*tensors(), None, False, False)
+    assert kernel.calls[0]["counter"] != kernel.calls[1]["counter"]
+    assert not hopper._streams
+
+
+def test_a_given_spec_does_not_excuse_from_checks(kernel):
+    (spec,) = planning.shipped_specs("smoke")
+    q, k, v = tensors()
+    hopper.forward_with_spec(spec, q, k, v)
+    with pytest.raises(TypeError, match="dtype"):
+        hopper.forward_with_spec(spec, q, k.half(), v)
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+def test_sparse_tensors_are_named_before_anybody_asks_for_their_strides(kernel, monkeypatch, layout):
+    monkeypatch.setattr("fa3.interface.forward_for", lambda q: hopper.forward)
+    q, k, v = tensors(batch=1, heads_q=1, heads_kv=1)
+    sparse = getattr(q if layout == "to_sparse" else q[0, 0], layout)()
+    with pytest.raises(ValueError, match=r"q has layout torch\.sparse"):
+        fa3.flash_attn_func(sparse, k, v)

@@ -67,15 +67,16 @@ def test_the_key_depends_on_spec_target_and_sources(store: Store, monkeypatch: p
     assert key not in others
 
 
-def test_the_sources_hash_sees_kernels_and_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sources_hash_sees_kernels_compiler_and_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_PACKAGE", tmp_path)
+    (tmp_path / "spec.py").write_text("0")
     hashes = set()
-    for name in ("kernels/a.py", "kernels/parts/b.py", "compiler/c.py"):
+    for name in ("kernels/a.py", "kernels/parts/b.py", "compiler/c.py", "spec.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         for text in ("1", "2"):
             (tmp_path / name).write_text(text)
             hashes.add(store_module.sources_hash.__wrapped__())
-    assert len(hashes) == 6
+    assert len(hashes) == 8
     (tmp_path / "plan.py").write_text("no part of the key")
     assert store_module.sources_hash.__wrapped__() in hashes
 

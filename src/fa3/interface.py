@@ -38,7 +38,8 @@ def _check_int(name: str, value: object, least: int, allowed: str) -> int:
 
 def _check_bool(name: str, value: object) -> bool:
     if value is not True and value is not False:
-        raise TypeError(f"{named(name, value)}: must be True or False, not {type(value).__name__}")
+        kind = type(value)
+        raise TypeError(f"{named(name, value)}: must be True or False, not {kind.__module__}.{kind.__qualname__}")
     return value
 
 
@@ -206,7 +207,7 @@ def flash_attn_func(
         try:
             out, lse = forward_for(q)(q, k, v, softmax_scale, causal, with_lse)
         except RuntimeError:
-            # A nested tensor refuses to tell its shape before any check has seen it.
+            # Nested and sparse tensors refuse to tell shape or strides before any check has seen them.
             check_tensors(q=q, k=k, v=v)
             raise
         return (out, lse) if with_lse else out  # type: ignore[return-value]

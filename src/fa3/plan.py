@@ -21,7 +21,6 @@ class DeviceFacts:
         name: as the driver gives it.
         sm_count: streaming multiprocessors.
         l2_bytes: size of the L2 cache.
-        shared_per_block: most dynamic shared memory of one block, bytes.
         tensor_flops_per_clock: dense 16-bit FLOPs per clock and multiprocessor.
         boost_clock_hz: highest clock of the multiprocessors.
         memory_bytes_per_second: device memory, read and written together.
@@ -30,14 +29,13 @@ class DeviceFacts:
     name: str
     sm_count: int
     l2_bytes: int
-    shared_per_block: int
     tensor_flops_per_clock: int = 4096
     boost_clock_hz: float = 1.98e9
     memory_bytes_per_second: float = 4.8e12
 
 
 #: Assumed where there is no GPU to ask: an H200 SXM.
-H200 = DeviceFacts(name="NVIDIA H200", sm_count=132, l2_bytes=60 * 2**20, shared_per_block=232_448)
+H200 = DeviceFacts(name="NVIDIA H200", sm_count=132, l2_bytes=60 * 2**20)
 
 
 @dataclass(frozen=True)
@@ -53,19 +51,26 @@ class TileChoice:
 #: (head dim, causal) -> tiles for keys up to a length, in order; the last row of each takes the rest.
 TILES: dict[tuple[int, bool], tuple[tuple[float, TileChoice], ...]] = {
     (64, False): (
-        (1024, TileChoice(256, 64, 4, "four warpgroups: on short rows what counts is how soon a tile is through")),
-        (math.inf, TileChoice(192, 128, 3, "three warpgroups hide each other's waits; wider tiles spill")),
+        (1024, TileChoice(256, 64, 4, "four warpgroups: the fewest cycles on short rows")),
+        (math.inf, TileChoice(192, 128, 3, "three warpgroups: the fewest cycles on long rows; wider tiles spill")),
     ),
     (64, True): (
         (2048, TileChoice(256, 64, 4, "as without a mask")),
         (math.inf, TileChoice(192, 128, 3, "as without a mask")),
     ),
-    (128, False): ((math.inf, TileChoice(192, 80, 3, "three warpgroups in turn keep the tensor core busy")),),
+    (128, False): (
+        (
+            math.inf,
+            TileChoice(192, 80, 3, "three warpgroups: fewer cycles than two with 128 or 176 keys; wider tiles spill"),
+        ),
+    ),
     (128, True): (
-        (1024, TileChoice(192, 64, 3, "on short rows narrow key tiles waste less on the diagonal")),
+        (1024, TileChoice(192, 64, 3, "narrow key tiles waste less on the diagonal of short rows")),
         (math.inf, TileChoice(192, 80, 3, "as without a mask")),
     ),
-    (256, False): ((math.inf, TileChoice(128, 64, 2, "two stages in shared memory; 80 keys gain nothing")),),
+    (256, False): (
+        (math.inf, TileChoice(128, 64, 2, "two stages in shared memory; 80 keys, the most that fit, gain nothing")),
+    ),
     (256, True): ((math.inf, TileChoice(128, 64, 2, "as without a mask")),),
 }
 
@@ -122,11 +127,6 @@ class Plan:
     flops: float
     bytes_moved: int
 
-    def roofline_seconds(self, device: DeviceFacts) -> tuple[float, float]:
-        """(tensor core, memory) time that no kernel can beat on the device at its highest clock."""
-        tensor = self.flops / (device.sm_count * device.tensor_flops_per_clock * device.boost_clock_hz)
-        return tensor, self.bytes_moved / device.memory_bytes_per_second
-
 
 def why_not(problem: Problem) -> str | None:
     """Why no kernel exists for this problem yet, or ``None`` when one does."""
@@ -154,7 +154,7 @@ def plan(problem: Problem, device: DeviceFacts) -> Plan:
     order = order_of(problem, spec, device)
     reasons = (
         f"tiles of {choice.tile_m} queries x {choice.tile_n} keys in {choice.stages} stages: {choice.reason}",
-        f"softmax reference moves by 2**{RESCALE_THRESHOLD:g} or not at all: hardly ever a rescale of the output",
+        f"softmax references move only for probabilities over 2**{RESCALE_THRESHOLD:g}: the output is hardly rescaled",
         f"{order.tiles} tiles for {order.blocks} persistent blocks on {device.sm_count} multiprocessors: "
         f"{order.tiles / device.sm_count:.2f} rounds",
         order.reason,
@@ -199,7 +199,7 @@ def order_of(problem: Problem, spec: ForwardSpec, device: DeviceFacts) -> Order:
     blocks = min(tiles, device.sm_count)
     group = problem.group_size
     if not problem.causal:
-        return Order(group, max(m_blocks, 1), tiles, blocks, f"{group} heads at a time, K and V in L2")
+        return Order(group, max(m_blocks, 1), tiles, blocks, f"{_heads(group)} at a time, K and V in L2")
     head_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES[spec.dtype])
     section = min(group * max(1, int(L2_SHARE * device.l2_bytes) // head_bytes), heads)
     peak = device.sm_count * device.tensor_flops_per_clock * device.boost_clock_hz
@@ -208,8 +208,12 @@ def order_of(problem: Problem, spec: ForwardSpec, device: DeviceFacts) -> Order:
     phases = min(max(1, int(READ_SHARE * compute_seconds / read_seconds)), max(m_blocks, 1))
     levels = math.ceil(max(m_blocks, 1) / phases)
     phases = math.ceil(max(m_blocks, 1) / levels)
-    reason = f"longest tiles first: {phases} phases, in each {section} heads at a time, K and V in L2"
+    reason = f"longest tiles first: {phases} phases, in each {_heads(section)} at a time, K and V in L2"
     return Order(section, levels, tiles, blocks, reason)
+
+
+def _heads(count: int) -> str:
+    return "1 head" if count == 1 else f"{count} heads"
 
 
 def flops(problem: Problem) -> float:

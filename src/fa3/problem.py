@@ -139,7 +139,7 @@ def check_softmax_scale(value: object) -> float:
 
 
 def check_tensors(**tensors: object) -> None:
-    """Raise for the first argument that is not a tensor (``TypeError``) or is a nested one (``ValueError``)."""
+    """Raise for the first argument that is no tensor (``TypeError``), or a nested or sparse one (``ValueError``)."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
@@ -148,6 +148,8 @@ def check_tensors(**tensors: object) -> None:
                 f"{name} is a nested tensor, layout {value.layout}: must be a dense (torch.strided) tensor "
                 f"(batch, seqlen, heads, head_dim)"
             )
+        if value.layout is not torch.strided:
+            raise ValueError(f"{name} has layout {value.layout}: must be a dense (torch.strided) tensor")
 
 
 def check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -158,8 +160,6 @@ def check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(
                 f"{name} has {tensor.dim()} dims, shape {tuple(tensor.shape)}: must be (batch, seqlen, heads, head_dim)"
             )
-        if tensor.layout is not torch.strided:
-            raise ValueError(f"{name} has layout {tensor.layout}: must be a dense (torch.strided) tensor")
         if tensor.dtype not in DTYPE_NAMES:
             allowed = ", ".join(str(dtype) for dtype in DTYPE_NAMES)
             raise TypeError(f"{name} has dtype {tensor.dtype}: allowed are {allowed}")

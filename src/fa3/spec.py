@@ -13,7 +13,7 @@ from typing import Any
 #: Rows of one WGMMA instruction: a consumer warpgroup owns this many query rows.
 WGMMA_ROWS = 64
 
-#: Head dims that have a tile class of their own. Other head dims run in the next larger class.
+#: Head dims that have a tile class, and so kernels.
 HEAD_DIM_CLASSES = (64, 128, 256)
 
 #: Shared memory that one block may use on sm_90, in bytes (227 KB).
@@ -84,7 +84,7 @@ class ForwardSpec:
 
     @property
     def name(self) -> str:
-        """Short unique name, e.g. ``forward_bf16_d128_causal_128x128x2_wpo``."""
+        """Short unique name, e.g. ``forward_bf16_d128_causal_192x80x3_wpot8``."""
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
         switches = "".join(
             letter

@@ -34,6 +34,9 @@ MAX_TILES = 2**31 - 2**16
 #: Device memory of the scheduler: one counter, in a line of its own.
 COUNTER_BYTES = 64
 
+#: CUDA's handle of the per-thread default stream.
+PER_THREAD_STREAM = 2
+
 #: Launches remembered before the memory is cleared; a server with ever new lengths must not grow forever.
 MAX_REMEMBERED = 8192
 
@@ -69,7 +72,6 @@ def device_facts(device: torch.device) -> DeviceFacts:
             name=properties.name,
             sm_count=properties.multi_processor_count,
             l2_bytes=properties.L2_cache_size,
-            shared_per_block=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         )
     return _facts[index]
 
@@ -88,10 +90,7 @@ def forward(
         NotImplementedError: no kernel exists for this problem yet.
         CompileError, StoreError: the kernel is not in the store and cannot be compiled here.
     """
-    key = (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        q.get_device(), k.get_device(), v.get_device(), softmax_scale, causal,
-    )  # fmt: skip
+    key = _key(q, k, v, softmax_scale, causal)
     launch = _launches.get(key)
     if launch is None:
         launch = _remember(key, _prepare(q, k, v, softmax_scale, causal, None))
@@ -106,11 +105,19 @@ def forward_with_spec(
     Raises:
         ValueError: the spec is for another dtype or head dim.
     """
-    key = (spec, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.get_device(), softmax_scale)
+    key = (spec, *_key(q, k, v, softmax_scale, spec.causal))
     launch = _launches.get(key)
     if launch is None:
         launch = _remember(key, _prepare(q, k, v, softmax_scale, spec.causal, spec))
     return _run(launch, q, k, v, return_lse)
+
+
+def _key(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool) -> tuple[Any, ...]:
+    """All that a launch depends on, addresses aside."""
+    return (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.get_device(), k.get_device(), v.get_device(), softmax_scale, causal,
+    )  # fmt: skip
 
 
 def _remember(key: Any, launch: _Launch) -> _Launch:
@@ -163,14 +170,16 @@ def _run(launch: _Launch, q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> 
 def _enqueue(function: Callable[..., Any], addresses: tuple[int, ...], device: int, arguments: tuple[Any, ...]) -> None:
     """Launch on the framework's current stream of the current device.
 
-    The scheduler's counter is 0 between launches. Launches on one stream follow each other and share one;
-    those in a captured graph get their own, zeroed by the graph, since a graph may be replayed on any stream.
+    The scheduler's counter is 0 between launches. Launches on one stream follow each other and share one. Those
+    in a captured graph get their own, zeroed by the graph, since a graph may be replayed on any stream; and those
+    on the per-thread default stream do, since its handle means another stream in each thread. A handle of a stream
+    made outside PyTorch must not be destroyed, and its number come back for a new one, while a call still runs.
     """
-    if _capturing():
-        counter = torch.zeros(COUNTER_BYTES // 4, dtype=torch.int32, device=device)
-        function(*addresses, counter.data_ptr(), ctypes.c_void_p(_current_stream(device)), *arguments)
-        return
     raw = _current_stream(device)
+    if raw == PER_THREAD_STREAM or _capturing():
+        counter = torch.zeros(COUNTER_BYTES // 4, dtype=torch.int32, device=device)
+        function(*addresses, counter.data_ptr(), ctypes.c_void_p(raw), *arguments)
+        return
     known = _streams.get((device, raw))
     if known is None:
         counter = torch.zeros(COUNTER_BYTES // 4, dtype=torch.int32, device=device)

@@ -21,8 +21,9 @@ BURST_CALLS = 64
 CHUNK_MS = 40.0
 #: Seconds of a steady run that are not counted: clock and power are still moving.
 SETTLE_SECONDS = 0.3
-#: GPU clocks that a call is given to be queued behind before a burst starts (about 60 us).
-QUEUE_CLOCKS = 120_000
+#: GPU clocks that a call is given to be queued behind before a burst starts (about 130 us): more than any peer's host
+#: takes for a call, or the burst would show the host's time.
+QUEUE_CLOCKS = 250_000
 
 #: NVML's number of the field with the power drawn at this instant, in milliwatts.
 POWER_INSTANT = 186

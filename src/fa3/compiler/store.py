@@ -47,13 +47,13 @@ _log = logging.getLogger("fa3.store")
 
 @functools.cache
 def sources_hash() -> str:
-    """SHA-256 over the Python sources of ``kernels/`` and ``compiler/``, read once in a process."""
+    """SHA-256 over what decides a kernel's code: ``kernels/``, ``compiler/`` and ``spec.py``; read once a process."""
     digest = hashlib.sha256()
-    for part in ("compiler", "kernels"):
-        for path in sorted((_PACKAGE / part).rglob("*.py")):
-            content = path.read_bytes()
-            digest.update(f"{path.relative_to(_PACKAGE).as_posix()}\0{len(content)}\0".encode())
-            digest.update(content)
+    folders = [path for part in ("compiler", "kernels") for path in sorted((_PACKAGE / part).rglob("*.py"))]
+    for path in (*folders, _PACKAGE / "spec.py"):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(_PACKAGE).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
     return digest.hexdigest()
 
 
@@ -87,6 +87,7 @@ class Store:
         self._named = named
         self._loaded: dict[Any, Callable[..., Any]] = {}
         self._lock = threading.Lock()
+        self._spec_locks: dict[Spec, threading.Lock] = {}
 
     def for_target(self, target: Target) -> Store:
         """The same folders, for artifacts of another target."""
@@ -122,6 +123,9 @@ class Store:
         if function is not None:
             return function
         with self._lock:
+            lock = self._spec_locks.setdefault(spec, threading.Lock())
+        # A lock for each spec: a thread that finds its artifact does not wait for another's compilation.
+        with lock:
             if spec not in self._loaded:
                 found = self._find(spec)
                 if found is None:
