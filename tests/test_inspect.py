@@ -235,3 +235,12 @@ def test_a_kernel_that_is_not_in_the_store_is_no_broken_promise(
     printed = capsys.readouterr()
     assert "0 kernels inspected, 0 broken promises, 1 not in the store" in printed.out
     assert "not in the store: fa3 compile" in printed.err
+
+
+def test_registers_that_the_block_never_owned_are_a_broken_promise() -> None:
+    # Five warpgroups get 96 registers a thread at the launch; the SM has more, the block has not.
+    spec = dataclasses.replace(SPEC, tile_m=256)
+    found = dataclasses.replace(KEPT, registers=96, setmaxreg=[24, 120], overlap=[4])
+    assert any("asks for 64512 registers: the block owns 61440" in broken for broken in check(spec, found))
+    kept = dataclasses.replace(found, setmaxreg=[32, 112])
+    assert not any("USETMAXREG" in broken for broken in check(spec, kept))

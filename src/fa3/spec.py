@@ -13,6 +13,12 @@ from typing import Any
 #: Rows of one WGMMA instruction: a consumer warpgroup owns this many query rows.
 WGMMA_ROWS = 64
 
+#: Threads of a warpgroup: WGMMA is issued, and registers are moved, by so many together.
+WARPGROUP_THREADS = 128
+
+#: Bytes that addresses and strides must be multiples of for TMA.
+TMA_ALIGNMENT = 16
+
 #: Head dims that have a tile class, and so kernels.
 HEAD_DIM_CLASSES = (64, 128, 256)
 
@@ -64,7 +70,7 @@ class ForwardSpec:
     @property
     def threads(self) -> int:
         """Threads of one block; the producer has a whole warpgroup, since registers move by warpgroup."""
-        return 128 * (self.consumer_warpgroups + int(self.warp_specialized))
+        return WARPGROUP_THREADS * (self.consumer_warpgroups + int(self.warp_specialized))
 
     @property
     def out_has_own_tile(self) -> bool:

@@ -21,10 +21,7 @@ from fa3 import plan as planning
 from fa3.compiler.store import default_store
 from fa3.plan import DeviceFacts
 from fa3.problem import Problem, check_forward
-from fa3.spec import ForwardSpec
-
-#: Bytes of alignment that TMA wants of addresses and strides.
-ALIGNMENT = 16
+from fa3.spec import TMA_ALIGNMENT, ForwardSpec
 
 #: TMA strides are below 2**40 bytes, sizes at most 2**32; the kernel counts rows in int32.
 MAX_STRIDE_BYTES = 2**40
@@ -140,13 +137,13 @@ def _run(launch: _Launch, q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> 
 
     copy_q, copy_k, copy_v = launch.copy
     q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    if copy_q or q_address % ALIGNMENT:
+    if copy_q or q_address % TMA_ALIGNMENT:
         q = q.clone(memory_format=torch.contiguous_format)
         q_address, copy_q = q.data_ptr(), True
-    if copy_k or k_address % ALIGNMENT:
+    if copy_k or k_address % TMA_ALIGNMENT:
         k = k.clone(memory_format=torch.contiguous_format)
         k_address, copy_k = k.data_ptr(), True
-    if copy_v or v_address % ALIGNMENT:
+    if copy_v or v_address % TMA_ALIGNMENT:
         v = v.clone(memory_format=torch.contiguous_format)
         v_address, copy_v = v.data_ptr(), True
     arguments = launch.arguments
@@ -254,7 +251,7 @@ def _strides(tensor: Tensor) -> tuple[int, int, int]:
     """(batch, row, head) strides in elements. A dim of size 1 is never stepped along: its stride may be anything."""
     batch, row, head, _ = tensor.stride()
     size = tensor.shape
-    unused = ALIGNMENT // tensor.element_size()
+    unused = TMA_ALIGNMENT // tensor.element_size()
     return (
         batch if size[0] > 1 else unused,
         row if size[1] > 1 else unused,
@@ -270,4 +267,4 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, int, int]:
 def _must_copy(tensor: Tensor) -> bool:
     """TMA cannot read this tensor where it lies, at whatever address."""
     element = tensor.element_size()
-    return any(stride * element % ALIGNMENT or stride * element >= MAX_STRIDE_BYTES for stride in _strides(tensor))
+    return any(stride * element % TMA_ALIGNMENT or stride * element >= MAX_STRIDE_BYTES for stride in _strides(tensor))

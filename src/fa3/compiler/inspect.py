@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fa3.errors import CompileError
+from fa3.spec import WARPGROUP_THREADS
 
 if TYPE_CHECKING:
     from fa3.spec import ForwardSpec
-
-#: Registers of one SM, which the warpgroups of a block share.
-REGISTERS_PER_SM = 65_536
 
 #: Machine type of CUDA in the ELF header.
 _EM_CUDA = 190
@@ -200,9 +198,11 @@ def check(spec: ForwardSpec, found: Report) -> list[str]:
             broken.append(f"USETMAXREG {found.setmaxreg}: producer and consumer must each set their own count")
         else:
             producer, consumer = min(found.setmaxreg), max(found.setmaxreg)
-            asked = 128 * (producer + groups * consumer)
-            if asked > REGISTERS_PER_SM:
-                broken.append(f"USETMAXREG {found.setmaxreg} asks for {asked} registers: the SM has {REGISTERS_PER_SM}")
+            asked = WARPGROUP_THREADS * (producer + groups * consumer)
+            # What the producer gives up is all that the consumers can gain; asking for more waits forever.
+            owned = found.registers * spec.threads
+            if asked > owned:
+                broken.append(f"USETMAXREG {found.setmaxreg} asks for {asked} registers: the block owns {owned}")
     elif found.setmaxreg:
         broken.append(f"USETMAXREG {found.setmaxreg} without warp specialization")
     # A thread holds tile_n / 2 scores of a tile, one exponential each. Half of them under the product prove

@@ -25,10 +25,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
-from fa3.spec import WGMMA_ROWS, ForwardSpec
+from fa3.spec import WARPGROUP_THREADS, WGMMA_ROWS, ForwardSpec
 
 from .parts import barriers, copies, layout, mask, products, ptx, softmax, tiles
-from .parts.barriers import WARPGROUP_THREADS
 from .parts.work import Consumer, Load, Loads, Operands, Shared, Sizes, Store, Work
 
 #: (producer, consumer) registers of a thread for each number of consumer warpgroups, in steps of 8. A block

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-WARPGROUP_THREADS = 128
+from fa3.spec import WARPGROUP_THREADS
 
 
 class NamedBarrier(IntEnum):

@@ -5,18 +5,17 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from .work import Load
+from fa3.spec import TMA_ALIGNMENT
 
-#: Elements in 16 bytes: TMA takes no finer alignment of addresses and strides.
-ALIGNMENT_ELEMENTS = 8
+from .work import Load
 
 
 def global_tensor(
     dtype: type[cutlass.Numeric], address: Int64, shape: tuple, strides: tuple[Int64, Int64, Int64]
 ) -> cute.Tensor:
     """(rows, columns, heads, batch) view of a tensor; strides of rows, heads and batch, columns are contiguous."""
-    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
-    row, head, batch = (cute.assume(stride, divby=ALIGNMENT_ELEMENTS) for stride in strides)
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=TMA_ALIGNMENT)
+    row, head, batch = (cute.assume(stride, divby=8 * TMA_ALIGNMENT // dtype.width) for stride in strides)
     return cute.make_tensor(pointer, cute.make_layout(shape, stride=(row, 1, head, batch)))
 
 

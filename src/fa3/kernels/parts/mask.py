@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from .layout import column_in_tile
+from .layout import ROWS_PER_THREAD, column_in_tile
 
 
 @cute.jit
@@ -51,7 +51,7 @@ def mask_scores(
     ``scores`` is the thread's (2 rows, columns) view; its rows are ``first_row`` and ``first_row + 8``,
     its column ``c`` is key ``first_key + column_in_tile(c)``.
     """
-    for r in cutlass.range_constexpr(2):
+    for r in cutlass.range_constexpr(ROWS_PER_THREAD):
         limit = visible_keys(first_row + 8 * r, seqlen_q, seqlen_k, causal) - first_key
         row = scores[r, None]
         for c in cutlass.range_constexpr(cute.size(row)):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 
 class Sizes(NamedTuple):
@@ -90,4 +90,4 @@ class Consumer(NamedTuple):
     warp: Int32
     lane: Int32
     #: Whether this warp loads as well; False where a producer warp does.
-    loads: Any
+    loads: Boolean | bool
