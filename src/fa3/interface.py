@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from fa3 import ops
 from fa3.backends import forward_for
-from fa3.problem import check_softmax_scale, check_tensors, named
+from fa3.problem import check_bool, check_softmax_scale, check_tensors, named
 
 _OPEN_WINDOW = (-1, -1)
 _NO_SOFTCAP = 0.0
@@ -34,13 +34,6 @@ def _check_int(name: str, value: object, least: int, allowed: str) -> int:
     if value < least:
         raise ValueError(f"{named(name, value)}: allowed are {allowed}")
     return int(value)
-
-
-def _check_bool(name: str, value: object) -> bool:
-    if value is not True and value is not False:
-        kind = type(value)
-        raise TypeError(f"{named(name, value)}: must be True or False, not {kind.__module__}.{kind.__qualname__}")
-    return value
 
 
 def _check_window(window_size: object, causal: bool) -> bool:
@@ -72,11 +65,11 @@ def _check_options(causal: bool, options: dict[str, Any]) -> bool:
     for name in ("qv", "q_descale", "k_descale", "v_descale"):
         if options[name] is not None:
             raise NotImplementedError(f"{name} is not built yet: leave it None")
-    _check_bool("causal", causal)
+    check_bool("causal", causal)
     for name in ("deterministic", "return_attn_probs", "return_lse"):
-        _check_bool(name, options[name])
+        check_bool(name, options[name])
     if options["pack_gqa"] is not None:
-        _check_bool("pack_gqa", options["pack_gqa"])
+        check_bool("pack_gqa", options["pack_gqa"])
     causal = _check_window(options["window_size"], causal)
     chunk = options["attention_chunk"]
     if _check_int("attention_chunk", chunk, 0, "0 (none) and up"):

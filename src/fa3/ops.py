@@ -122,14 +122,20 @@ def _apply(function: Any, *arguments: Any) -> Any:
         return function.apply(*arguments)
 
 
+def _below_autograd(operator: Any, keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+    """Call an operator below autograd."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+
 def _redispatch(operator: Any, keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
     """Call an operator below autograd, from inside the forward of an autograd function.
 
     Such a forward runs without grad mode, but what lies below may be an outer level of torch.func, or the plain
     autograd below all its levels, which has a graph of its own to make.
     """
-    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
-        return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+    with torch.enable_grad():
+        return _below_autograd(operator, keyset, *arguments)
 
 
 class _Attention(_SingleLevelFunction):
@@ -195,30 +201,32 @@ def _refuse_forward_mode(*inputs: Tensor | None) -> None:
 
 def _autograd_forward(
     keyset: torch._C.DispatchKeySet, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool
-) -> Tensor:
-    _refuse_forward_mode(q, k, v)
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v):
-        _require_gradient(q, k, v, softmax_scale, causal)
-        differentiable: Tensor = _apply(_Attention, keyset, q, k, v, softmax_scale, causal, False)
-        return differentiable
-    with torch._C._AutoDispatchBelowAutograd():
-        below = keyset & torch._C._after_autograd_keyset
-        out: Tensor = forward.redispatch(below, q, k, v, softmax_scale, causal)
-        return out
+) -> Any:
+    return _attend(forward, False, keyset, q, k, v, softmax_scale, causal)
 
 
 def _autograd_forward_lse(
     keyset: torch._C.DispatchKeySet, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool
-) -> tuple[Tensor, Tensor]:
+) -> Any:
+    return _attend(forward_lse, True, keyset, q, k, v, softmax_scale, causal)
+
+
+def _attend(
+    operator: Any,
+    return_lse: bool,
+    keyset: torch._C.DispatchKeySet,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+) -> Any:
+    """What the operator answers, with a graph where an input requires a gradient."""
     _refuse_forward_mode(q, k, v)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v):
         _require_gradient(q, k, v, softmax_scale, causal)
-        differentiable: tuple[Tensor, Tensor] = _apply(_Attention, keyset, q, k, v, softmax_scale, causal, True)
-        return differentiable
-    with torch._C._AutoDispatchBelowAutograd():
-        below = keyset & torch._C._after_autograd_keyset
-        results: tuple[Tensor, Tensor] = forward_lse.redispatch(below, q, k, v, softmax_scale, causal)
-        return results
+        return _apply(_Attention, keyset, q, k, v, softmax_scale, causal, return_lse)
+    return _below_autograd(operator, keyset, q, k, v, softmax_scale, causal)
 
 
 def _autograd_backward(
@@ -232,17 +240,12 @@ def _autograd_backward(
     lse: Tensor,
     softmax_scale: float | None,
     causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Any:
     inputs = (dout, dlse, q, k, v, out, lse)
     _refuse_forward_mode(*inputs)
-    gradients: tuple[Tensor, Tensor, Tensor]
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-        gradients = _apply(_Gradients, keyset, *inputs, softmax_scale, causal)
-        return gradients
-    with torch._C._AutoDispatchBelowAutograd():
-        below = keyset & torch._C._after_autograd_keyset
-        gradients = backward.redispatch(below, *inputs, softmax_scale, causal)
-        return gradients
+        return _apply(_Gradients, keyset, *inputs, softmax_scale, causal)
+    return _below_autograd(backward, keyset, *inputs, softmax_scale, causal)
 
 
 _library.impl("forward", _autograd_forward, "Autograd", with_keyset=True)

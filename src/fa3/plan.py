@@ -198,18 +198,20 @@ def order_of(problem: Problem, spec: ForwardSpec, device: DeviceFacts) -> Order:
     tiles = m_blocks * heads
     blocks = min(tiles, device.sm_count)
     group = problem.group_size
+    # The kernel divides by it, whatever else is empty.
+    levels = max(m_blocks, 1)
     if not problem.causal:
-        return Order(group, max(m_blocks, 1), tiles, blocks, f"{_heads(group)} at a time, K and V in L2")
+        return Order(group, levels, tiles, blocks, f"{_heads(group)} at a time, K and V in L2")
     head_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES[spec.dtype])
     section = min(group * max(1, int(L2_SHARE * device.l2_bytes) // head_bytes), heads)
     peak = device.sm_count * device.tensor_flops_per_clock * device.boost_clock_hz
     compute_seconds = flops(problem) / (EXPECTED_UTILIZATION * peak)
     read_seconds = max(1, heads // group) * head_bytes / device.memory_bytes_per_second
-    phases = min(max(1, int(READ_SHARE * compute_seconds / read_seconds)), max(m_blocks, 1))
-    levels = math.ceil(max(m_blocks, 1) / phases)
-    phases = math.ceil(max(m_blocks, 1) / levels)
+    phases = min(max(1, int(READ_SHARE * compute_seconds / read_seconds)), levels)
+    phase_levels = math.ceil(levels / phases)
+    phases = math.ceil(levels / phase_levels)
     reason = f"longest tiles first: {phases} phases, in each {_heads(section)} at a time, K and V in L2"
-    return Order(section, levels, tiles, blocks, reason)
+    return Order(section, phase_levels, tiles, blocks, reason)
 
 
 def _heads(count: int) -> str:

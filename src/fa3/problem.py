@@ -138,6 +138,13 @@ def check_softmax_scale(value: object) -> float:
     return scale
 
 
+def check_bool(name: str, value: object) -> None:
+    """Raise ``TypeError`` for anything but True and False, numbers and NumPy's bools included."""
+    if value is not True and value is not False:
+        kind = type(value)
+        raise TypeError(f"{named(name, value)}: must be True or False, not {kind.__module__}.{kind.__qualname__}")
+
+
 def check_tensors(**tensors: object) -> None:
     """Raise for the first argument that is no tensor (``TypeError``), or a nested or sparse one (``ValueError``)."""
     for name, value in tensors.items():

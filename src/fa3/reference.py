@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa3.problem import check_softmax_scale, check_tensors
+from fa3.problem import check_bool, check_softmax_scale, check_tensors
 
 #: Score elements (8 bytes each, a few of them alive at once) computed in one step.
 _SCORES_PER_STEP = 1 << 25
@@ -116,8 +116,7 @@ def reference(
         raise ValueError(f"q, k and v are on devices {q.device}, {k.device} and {v.device}: must be the same")
     if softmax_scale is not None:
         softmax_scale = check_softmax_scale(softmax_scale)
-    if causal is not True and causal is not False:
-        raise TypeError(f"causal={causal!r}: must be True or False, not {type(causal).__name__}")
+    check_bool("causal", causal)
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dims: each must have 4")
     batch, seqlen_q, heads_q, head_dim = q.shape

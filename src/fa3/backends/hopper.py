@@ -204,13 +204,15 @@ def _prepare(
         )
     facts = device_facts(q.device)
     if spec is None:
-        spec = planning.plan(problem, facts).spec
+        planned = planning.plan(problem, facts)
+        spec, order = planned.spec, planned.order
     elif (spec.dtype, spec.head_dim, spec.head_dim_v) != (problem.dtype, problem.head_dim, problem.head_dim_v):
         raise ValueError(f"spec {spec.name} cannot compute a problem with {problem}")
+    else:
+        order = planning.order_of(problem, spec, facts)
     if problem.empty or problem.seqlen_k == 0:
         return _Launch(None, (), out_shape, lse_shape, (False, False, False), device)
 
-    order = planning.order_of(problem, spec, facts)
     if order.tiles > MAX_TILES:
         raise ValueError(
             f"batch={problem.batch}, heads={problem.heads_q}, seqlen_q={problem.seqlen_q}: "

@@ -94,7 +94,7 @@ class Store:
         return Store(self._takes_new, target, self._named, self.read_only)
 
     def key(self, spec: Spec) -> str:
-        """64 hex digits: SHA-256 over the spec, the sources of kernels and compiler, and the target."""
+        """64 hex digits: SHA-256 over the spec, the sources that decide its code, and the target."""
         identity = {"spec": spec.as_dict(), "sources": sources_hash(), "target": self.target.as_dict()}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 

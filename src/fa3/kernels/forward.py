@@ -441,16 +441,16 @@ class ForwardKernel:
             self.skip_step(work, step, me, loads)
 
         if first < work.key_tiles:
-            self.first_step(work, first, me, thread_row, loads, operands, state)
+            self.step(work, first, me, thread_row, loads, operands, state, masked=True, first=True)
             # Steps before ``first_whole`` need masking: their key tile has a key that a row does not see.
             first_whole = first + 1
             if const_expr(self.causal):
                 whole_tiles = mask.whole_key_tiles(group_row, sizes.seqlen_q, sizes.seqlen_k, self.tile_n, self.causal)
                 first_whole = cutlass.max(work.key_tiles - whole_tiles, first + 1)
                 for step in cutlass.range(first + 1, cutlass.min(first_whole, work.key_tiles), unroll=1):
-                    self.step(work, step, True, me, thread_row, loads, operands, state)
+                    self.step(work, step, me, thread_row, loads, operands, state, masked=True)
             for step in cutlass.range(first_whole, work.key_tiles, unroll=1):
-                self.step(work, step, False, me, thread_row, loads, operands, state)
+                self.step(work, step, me, thread_row, loads, operands, state, masked=False)
             if const_expr(self.spec.out_has_own_tile):
                 barriers.release(loads.q.empty + me.group, work.done, 1)
 
@@ -476,66 +476,44 @@ class ForwardKernel:
         barriers.release(loads.v.empty, position, self.stages)
 
     @cute.jit
-    def first_step(
-        self,
-        work: Work,
-        step: Int32,
-        me: Consumer,
-        thread_row: Int32,
-        loads: Loads,
-        operands: Operands,
-        state: softmax.State,
-    ):
-        """Scores of the group's first key tile; there is no PV product yet to run beside them."""
-        self.load_next_step(work, loads, me, step)
-        position = work.position + step
-        barriers.wait_full(loads.k.full, position, self.stages)
-        if const_expr(self.spec.pingpong):
-            barriers.take_turn(me.group)
-        self.multiply(self.qk_mma(), operands.scores, operands.q, operands.k, position, accumulate=False)
-        if const_expr(self.spec.pingpong):
-            barriers.give_turn(me.group, self.groups)
-        warpgroup.wait_group(0)
-        barriers.release(loads.k.empty, position, self.stages)
-        # The output is still zero, so the references may move without a rescale.
-        self.softmax_step(work, me, thread_row, operands.scores, state, step, masked=True)
-        products.round_to(self.dtype, operands.scores, operands.p)
-
-    @cute.jit
     def step(
         self,
         work: Work,
         step: Int32,
-        masked: cutlass.Constexpr,
         me: Consumer,
         thread_row: Int32,
         loads: Loads,
         operands: Operands,
         state: softmax.State,
+        masked: cutlass.Constexpr,
+        first: cutlass.Constexpr = False,
     ):
-        """Scores of this step's key tile, and the PV product of the step before."""
+        """Scores of this step's key tile, and the PV product of the step before, which the group's first lacks."""
         self.load_next_step(work, loads, me, step)
         position = work.position + step
         barriers.wait_full(loads.k.full, position, self.stages)
         if const_expr(self.spec.pingpong):
             barriers.take_turn(me.group)
         self.multiply(self.qk_mma(), operands.scores, operands.q, operands.k, position, accumulate=False)
-        barriers.wait_full(loads.v.full, position - 1, self.stages)
-        self.multiply(self.pv_mma(), operands.output, operands.p, operands.v, position - 1, accumulate=True)
+        if const_expr(not first):
+            barriers.wait_full(loads.v.full, position - 1, self.stages)
+            self.multiply(self.pv_mma(), operands.output, operands.p, operands.v, position - 1, accumulate=True)
         if const_expr(self.spec.pingpong):
             barriers.give_turn(me.group, self.groups)
 
         # With overlap only the scores are waited for: PV runs on under the softmax.
-        warpgroup.wait_group(1 if const_expr(self.spec.overlap) else 0)
+        warpgroup.wait_group(1 if const_expr(self.spec.overlap and not first) else 0)
         barriers.release(loads.k.empty, position, self.stages)
         moved = self.softmax_step(work, me, thread_row, operands.scores, state, step, masked)
 
-        if const_expr(self.spec.overlap):
-            ptx.keep_before_here(state.total[0] + state.total[1])
-        warpgroup.wait_group(0)
-        barriers.release(loads.v.empty, position - 1, self.stages)
-        if moved:
-            softmax.scale_rows(layout.rows_and_columns(operands.output), state.factor)
+        # At the first step the output is still zero: the references may move without a rescale.
+        if const_expr(not first):
+            if const_expr(self.spec.overlap):
+                ptx.keep_before_here(state.total[0] + state.total[1])
+            warpgroup.wait_group(0)
+            barriers.release(loads.v.empty, position - 1, self.stages)
+            if moved:
+                softmax.scale_rows(layout.rows_and_columns(operands.output), state.factor)
         products.round_to(self.dtype, operands.scores, operands.p)
 
     def multiply(
