@@ -56,6 +56,18 @@ class Problem:
         softmax_scale: factor on q·k before the softmax, finite and positive, for all but fp64 also in float32.
         causal: bottom-right aligned: query i sees key j when ``j <= i + seqlen_k - seqlen_q``.
         return_lse: the call also wants the log-sum-exp of each row.
+        window_left, window_right: query i, at position ``p = i + seqlen_k - seqlen_q``, sees keys from p - left
+            to p + right; -1 is open, and so is in effect a window wider than the sequences. 0 on the right where
+            ``causal``.
+        attention_chunk: 0, or query i sees only keys of its chunk: from ``c * floor(p / c)``, c of them.
+        softcap: 0, or scaled scores s become ``softcap * tanh(s / softcap)``.
+        sink: a further logit a head, without a value, enters the normaliser and the LSE.
+        qv: scores are ``q · k + qv · v``.
+        pack_gqa: query heads that share a K/V head share tiles; ``None`` leaves the choice to the plan.
+        sm_margin: multiprocessors to leave free.
+        score_mod, mask_mod: ``"module:function"`` of the CuTe DSL twins of modifications, or empty.
+        score_aux, mask_aux: dtype letter and dims of the tensors they read, e.g. ``("f1", "i2")``.
+        block_sparse: a `fa3.mods.BlockMask` says which blocks to visit.
 
     Raises:
         ValueError: a number is out of range; the message names it and what is allowed.
@@ -73,6 +85,19 @@ class Problem:
     softmax_scale: float
     causal: bool = False
     return_lse: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    attention_chunk: int = 0
+    softcap: float = 0.0
+    sink: bool = False
+    qv: bool = False
+    pack_gqa: bool | None = None
+    sm_margin: int = 0
+    score_mod: str = ""
+    mask_mod: str = ""
+    score_aux: tuple[str, ...] = ()
+    mask_aux: tuple[str, ...] = ()
+    block_sparse: bool = False
 
     def __post_init__(self) -> None:
         for field in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv"):
@@ -94,6 +119,40 @@ class Problem:
                 f"softmax_scale={self.softmax_scale}: must be finite and positive in float32, in which {self.dtype} "
                 f"inputs are computed: from {_MIN_SCALE_FLOAT32:.2g} to {_MAX_SCALE_FLOAT32:.2g}"
             )
+        for field, least in (("window_left", -1), ("window_right", -1), ("attention_chunk", 0), ("sm_margin", 0)):
+            if getattr(self, field) < least:
+                raise ValueError(f"{field}={getattr(self, field)}: allowed are {least} and up")
+        if not 0.0 <= self.softcap < math.inf:
+            raise ValueError(f"softcap={self.softcap}: must be finite and at least 0 (none)")
+        if self.block_sparse and (self.mask != "blocks"):
+            raise ValueError(
+                "block_mask goes with no causal, window_size or attention_chunk: it was made for its mask_mod alone; "
+                "put them into the mask_mod"
+            )
+
+    @property
+    def bounds(self) -> tuple[int, int, int]:
+        """(left, right, chunk) of the mask, each -1 (0 for the chunk) where it hides nothing from any query."""
+        left = -1 if self.window_left >= self.seqlen_k - 1 else self.window_left
+        right = 0 if self.causal else self.window_right
+        right = -1 if right >= self.seqlen_q - 1 else right
+        # A query before the first key has a chunk without keys, however long chunks are.
+        chunk = 0 if self.attention_chunk >= self.seqlen_k >= self.seqlen_q else self.attention_chunk
+        return left, right, chunk
+
+    @property
+    def mask(self) -> str:
+        """The simplest kind of mask that says what this one says.
+
+        ``"full"``: no key is hidden; ``"causal"``: those after the query's position; ``"window"``: those outside an
+        interval around it; ``"blocks"``: those that a block mask hides.
+        """
+        left, right, chunk = self.bounds
+        if left == -1 and chunk == 0 and right in (-1, 0):
+            if right == 0:
+                return "causal"
+            return "blocks" if self.block_sparse else "full"
+        return "window"
 
     @property
     def empty(self) -> bool:
@@ -107,10 +166,15 @@ class Problem:
 
     @property
     def first_row_with_keys(self) -> int:
-        """Queries before this one see no key: their out is 0 and their LSE -inf."""
+        """Queries before this one see no key by causal mask, window and chunk: their out is 0 and their LSE -inf."""
         if self.seqlen_k == 0:
             return self.seqlen_q
-        return min(max(self.seqlen_q - self.seqlen_k, 0), self.seqlen_q) if self.causal else 0
+        _, right, chunk = self.bounds
+        if chunk:
+            right = 0
+        elif right == -1:
+            return 0
+        return min(max(self.seqlen_q - self.seqlen_k - right, 0), self.seqlen_q)
 
 
 def _check_head_dim(name: str, value: int, limit: int) -> None:
