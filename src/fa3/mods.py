@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fa3.spec import BLOCK as BLOCK
+
 #: Tensors that a modification may read.
 MAX_AUX = 2
 
@@ -21,9 +23,6 @@ AUX_DTYPES = {torch.float32: "f", torch.int32: "i"}
 
 #: Dims that each may have.
 MAX_AUX_DIMS = 3
-
-#: Queries and keys of one block of a `BlockMask`.
-BLOCK = 128
 
 
 @dataclass(frozen=True, eq=False)

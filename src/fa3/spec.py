@@ -19,8 +19,15 @@ WARPGROUP_THREADS = 128
 #: Bytes that addresses and strides must be multiples of for TMA.
 TMA_ALIGNMENT = 16
 
-#: Head dims that have a tile class, and so kernels.
-HEAD_DIM_CLASSES = (64, 128, 256)
+#: (head_dim, head_dim_v) of the tile classes. The real dims are bounds of a call: TMA fills the rest of a tile
+#: with zeros and does not write what lies beyond the output.
+TILE_CLASSES = ((64, 64), (96, 96), (128, 128), (64, 256), (192, 128), (192, 192), (256, 256))
+
+#: Kinds of masks; see ``kernels/parts/mask.py``.
+MASKS = ("full", "causal", "window", "blocks")
+
+#: Queries and keys of one block of a block mask.
+BLOCK = 128
 
 #: Shared memory that one block may use on sm_90, in bytes (227 KB).
 SHARED_MEMORY_PER_BLOCK = 232_448
@@ -33,13 +40,14 @@ ELEMENT_BYTES = {"fp16": 2, "bf16": 2}
 class ForwardSpec:
     """One compiled forward kernel.
 
-    The last seven fields are the *schedule*: how the work overlaps.
+    The seven fields from ``tile_m`` on are the *schedule*: how the work overlaps.
 
     Attributes:
         dtype: element type of q, k, v and out: ``"fp16"`` or ``"bf16"``.
         head_dim: columns of the q and k tiles.
         head_dim_v: columns of the v and out tiles.
-        causal: bottom-right aligned causal mask.
+        mask: ``"full"``: every key is seen; ``"causal"``: bottom-right aligned; ``"window"``: left and right bounds
+            and a chunk, given at run time; ``"blocks"``: a list of key blocks for each block of queries.
         tile_m: query rows of a block, 64 for each consumer warpgroup.
         tile_n: keys of one step of the main loop.
         stages: K and V tiles held in shared memory at once.
@@ -48,12 +56,17 @@ class ForwardSpec:
         overlap: inside a warpgroup the softmax of block j+1 runs under the PV product of block j.
         rescale_threshold: the softmax reference moves only when the running max outgrew it by more than
             this, in log2 units; 0 keeps it at the running max.
+        softcap: scores pass through ``cap * tanh(score / cap)``.
+        pack_gqa: the query heads that share a K/V head are rows of one tile.
+        qv: scores get ``qv · v`` added.
+        score_mod, mask_mod: ``"module:function"`` of functions in CuTe DSL that change scores and hide keys, or empty.
+        score_aux, mask_aux: the tensors they read: dtype letter and number of dims of each, e.g. ``"f1,i2"``.
     """
 
     dtype: str
     head_dim: int
     head_dim_v: int
-    causal: bool
+    mask: str
     tile_m: int
     tile_n: int
     stages: int
@@ -61,6 +74,18 @@ class ForwardSpec:
     pingpong: bool
     overlap: bool
     rescale_threshold: float
+    softcap: bool = False
+    pack_gqa: bool = False
+    qv: bool = False
+    score_mod: str = ""
+    mask_mod: str = ""
+    score_aux: str = ""
+    mask_aux: str = ""
+
+    @property
+    def causal(self) -> bool:
+        """Whether the mask is the causal one."""
+        return self.mask == "causal"
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -85,8 +110,9 @@ class ForwardSpec:
     def _tile_bytes(self, own_out: bool) -> int:
         kv = self.stages * self.tile_n * (self.head_dim + self.head_dim_v)
         q, out = self.tile_m * self.head_dim, self.tile_m * self.head_dim_v
+        qv = out if self.qv else 0
         # 1 KB for barriers: the tiles after them begin at a multiple of it.
-        return ELEMENT_BYTES[self.dtype] * (kv + (q + out if own_out else max(q, out))) + 1024
+        return ELEMENT_BYTES[self.dtype] * (kv + qv + (q + out if own_out else max(q, out))) + 1024
 
     @property
     def name(self) -> str:
@@ -102,25 +128,42 @@ class ForwardSpec:
             if on
         )
         threshold = f"t{self.rescale_threshold:g}"
-        mask = "causal" if self.causal else "full"
         tile = f"{self.tile_m}x{self.tile_n}x{self.stages}"
-        return f"forward_{self.dtype}_{dims}_{mask}_{tile}_{switches or 'serial'}{threshold}"
+        features = [name for name in ("softcap", "pack_gqa", "qv") if getattr(self, name)]
+        for mod, aux in ((self.score_mod, self.score_aux), (self.mask_mod, self.mask_aux)):
+            if mod:
+                features.append(mod + (f"({aux})" if aux else ""))
+        return "_".join(
+            (f"forward_{self.dtype}_{dims}_{self.mask}_{tile}_{switches or 'serial'}{threshold}", *features)
+        )
 
     def validate(self) -> None:
         """Raise ``ValueError`` when no kernel can be compiled from this spec."""
         if self.dtype not in ELEMENT_BYTES:
             raise ValueError(f"dtype={self.dtype!r}: allowed are {', '.join(ELEMENT_BYTES)}")
-        for field in ("head_dim", "head_dim_v"):
-            if getattr(self, field) not in HEAD_DIM_CLASSES:
-                raise ValueError(f"{field}={getattr(self, field)}: the tile classes are {HEAD_DIM_CLASSES}")
-        if self.head_dim != self.head_dim_v:
-            raise ValueError(f"head_dim={self.head_dim}, head_dim_v={self.head_dim_v}: must be equal")
+        if (self.head_dim, self.head_dim_v) not in TILE_CLASSES:
+            raise ValueError(
+                f"head_dim={self.head_dim}, head_dim_v={self.head_dim_v}: the tile classes are {TILE_CLASSES}"
+            )
+        if self.mask not in MASKS:
+            raise ValueError(f"mask={self.mask!r}: allowed are {', '.join(MASKS)}")
+        if self.mask == "blocks" and not self.mask_mod:
+            raise ValueError("mask='blocks': blocks that are cut need a mask_mod")
+        if self.mask == "blocks" and (self.tile_m != BLOCK or BLOCK % self.tile_n):
+            raise ValueError(
+                f"tile_m={self.tile_m}, tile_n={self.tile_n}: with block masks tiles are {BLOCK} queries "
+                f"and a divisor of {BLOCK} keys"
+            )
+        if self.pack_gqa and (self.mask == "blocks" or self.score_mod or self.mask_mod or self.qv):
+            raise ValueError("pack_gqa=True: goes with no block mask, modification or qv")
         if self.tile_m not in (64, 128, 192, 256):
             raise ValueError(f"tile_m={self.tile_m}: allowed are 64, 128, 192 and 256 (1 to 4 consumer warpgroups)")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             raise ValueError(f"tile_n={self.tile_n}: must be a multiple of 16 from 16 to 256")
         if not 1 <= self.stages <= 8:
             raise ValueError(f"stages={self.stages}: allowed are 1 to 8")
+        if self.qv and self.stages < 2:
+            raise ValueError(f"stages={self.stages}: qv needs V of this step and of the one before, so at least 2")
         if not self.warp_specialized and self.stages < 2:
             raise ValueError(f"stages={self.stages}: without a producer warp at least 2, one to read and one to fill")
         if self.pingpong and self.consumer_warpgroups < 2:
