@@ -27,8 +27,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from fa3.spec import WARPGROUP_THREADS, WGMMA_ROWS, ForwardSpec
 
-from .parts import barriers, copies, layout, mask, products, ptx, softmax, tiles
-from .parts.work import Consumer, Load, Loads, Operands, Shared, Sizes, Store, Work
+from .parts import barriers, copies, layout, products, ptx, rows, scores, softmax, tiles
+from .parts.mask import Mask
+from .parts.work import Consumer, Extras, Load, Loads, Operands, Shared, Sizes, Store, Work
 
 #: (producer, consumer) registers of a thread for each number of consumer warpgroups, in steps of 8. A block
 #: owns what its threads got at the launch (64 K over the threads, rounded down to 8 a thread), and what the
@@ -50,7 +51,8 @@ class ForwardKernel:
         self.tile_m, self.tile_n, self.stages = spec.tile_m, spec.tile_n, spec.stages
         self.head_dim, self.head_dim_v = spec.head_dim, spec.head_dim_v
         self.groups = spec.consumer_warpgroups
-        self.causal = spec.causal
+        self.mask = spec.mask
+        self.score_mod, self.mask_mod = scores.find_mod(spec.score_mod), scores.find_mod(spec.mask_mod)
 
     # ------------------------------------------------------------------ host
 
@@ -62,6 +64,7 @@ class ForwardKernel:
         v: Int64,
         out: Int64,
         lse: Int64,
+        sink: Int64,
         counter: Int64,
         stream: cuda.CUstream,
         batch: Int32,
@@ -87,13 +90,20 @@ class ForwardKernel:
         section: Int32,
         levels: Int32,
         blocks: Int32,
+        sink_bytes: Int32,
+        extra_numbers: tuple | None,
     ):
         """Build the TMA descriptors and launch.
 
-        The first six arguments are device addresses; ``lse`` may be 0, then it is not written; ``counter`` is
-        explained at ``tiles.Supply``. Strides are in elements and must be multiples of 8, addresses of 16 bytes.
-        ``section`` and ``levels`` are explained at ``tiles.place_of_tile``; ``blocks`` thread blocks run.
+        The first seven arguments are device addresses; ``lse`` and ``sink`` may be 0, then the one is not written
+        and the other not read; ``counter`` is explained at ``tiles.Supply``. Strides are in elements and must be
+        multiples of 8, addresses of 16 bytes. ``section`` and ``levels`` are explained at ``tiles.place_of_tile``;
+        ``blocks`` thread blocks run. ``sink_bytes`` are 2 (bf16) or 4 (float32). ``extra_numbers`` are those of
+        ``extra_types``, in its order.
         """
+        numbers = self.name_extra_numbers(extra_numbers)
+        packed_q = rows.PackedRows(q, q_batch_stride, q_row_stride, q_head_stride, head_dim)
+        packed_out = rows.PackedRows(out, out_batch_stride, out_row_stride, out_head_stride, head_dim_v)
         q_view = copies.global_tensor(
             self.dtype, q, (seqlen_q, head_dim, heads_q, batch), (q_row_stride, q_head_stride, q_batch_stride)
         )
@@ -114,18 +124,48 @@ class ForwardKernel:
         v_smem = copies.shared_layout(self.dtype, (self.head_dim_v, self.tile_n, self.stages), OperandMajorMode.MN)
         out_smem = copies.shared_layout(self.dtype, (WGMMA_ROWS, self.head_dim_v, self.groups), OperandMajorMode.K)
 
+        qv_smem = copies.shared_layout(self.dtype, (WGMMA_ROWS, self.head_dim_v, self.groups), OperandMajorMode.K)
+        v_keys_smem = copies.shared_layout(self.dtype, (self.tile_n, self.head_dim_v, self.stages), OperandMajorMode.K)
+
         load = cpasync.CopyBulkTensorTileG2SOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
         q_tma, q_tensor = copies.make_tma(load, q_view, q_smem)
         k_tma, k_tensor = copies.make_tma(load, k_view, k_smem)
         v_tma, v_tensor = copies.make_tma(load, v_view, v_smem)
         out_tma, out_tensor = copies.make_tma(store, out_view, out_smem)
+        qv_tma, qv_tensor = None, None
+        if const_expr(self.spec.qv):
+            qv_address, qv_batch_stride, qv_row_stride, qv_head_stride = numbers["qv"]
+            qv_view = copies.global_tensor(
+                self.dtype,
+                qv_address,
+                (seqlen_q, head_dim_v, heads_q, batch),
+                (qv_row_stride, qv_head_stride, qv_batch_stride),
+            )
+            qv_tma, qv_tensor = copies.make_tma(load, qv_view, qv_smem)
 
-        m_blocks = (seqlen_q + self.tile_m - 1) // self.tile_m
-        tile_count = m_blocks * heads_q * batch
+        # Packed, the query heads of a K/V head are one head of tiles.
+        group = heads_q // heads_kv
+        heads, tile_rows, in_one = heads_q, seqlen_q, Int32(1)
+        if const_expr(self.spec.pack_gqa):
+            heads, tile_rows, in_one, group = heads_kv, seqlen_q * group, group, Int32(1)
+        m_blocks = (tile_rows + self.tile_m - 1) // self.tile_m
+        left, right, chunk = numbers["window"]
         sizes = Sizes(
-            batch, seqlen_q, seqlen_k, heads_q, heads_q // heads_kv, m_blocks, section, levels, tile_count
+            batch, tile_rows, heads, group, in_one, m_blocks, section, levels, m_blocks * heads * batch,
+            Mask(seqlen_q, seqlen_k, left, right, chunk),
         )  # fmt: skip
+        # With a cap, scores become the tanh of themselves, and the cap the softmax scale; a score_mod gets real
+        # scores, so nothing is left to scale.
+        softcap = numbers["softcap"]
+        tanh_factor, mod_factor, scale = Float32(0.0), Float32(0.0), softmax_scale
+        if const_expr(self.spec.softcap):
+            tanh_factor, scale = softmax_scale / softcap, softcap
+        if const_expr(self.spec.score_mod):
+            mod_factor, scale = scale, Float32(1.0)
+        extras = Extras(
+            sink, sink_bytes, tanh_factor, mod_factor, numbers["score_aux"], numbers["mask_aux"], numbers["blocks"]
+        )
         self.kernel(
             q_tma,
             q_tensor,
@@ -135,15 +175,22 @@ class ForwardKernel:
             v_tensor,
             out_tma,
             out_tensor,
+            qv_tma,
+            qv_tensor,
+            packed_q,
+            packed_out,
             lse,
             q_smem,
             k_smem,
             v_smem,
             out_smem,
+            qv_smem,
+            v_keys_smem,
             sizes,
+            extras,
             counter,
             blocks,
-            softmax_scale,
+            scale,
         ).launch(
             grid=[blocks, 1, 1],
             block=[self.spec.threads, 1, 1],
@@ -151,6 +198,16 @@ class ForwardKernel:
             # Without this the compiler drops the register reallocation.
             min_blocks_per_mp=1,
         )
+
+    def name_extra_numbers(self, numbers: tuple | None) -> dict[str, Any]:
+        """The extra arguments of the launch by name; what the spec does not use is 0."""
+        zero = Int32(0)
+        named = {"window": (zero,) * 3, "softcap": Float32(1.0), "score_aux": (), "mask_aux": (), "blocks": ()}
+        for name, types in extra_types(self.spec):
+            named[name], numbers = numbers[: len(types)], numbers[len(types) :]
+        if self.spec.softcap:
+            (named["softcap"],) = named["softcap"]
+        return named
 
     def qk_mma(self) -> cute.TiledMma:
         """S = Q K^T of one warpgroup, both operands from shared memory."""
@@ -173,12 +230,19 @@ class ForwardKernel:
         v_tensor: cute.Tensor,
         out_tma: cute.CopyAtom,
         out_tensor: cute.Tensor,
+        qv_tma: cute.CopyAtom | None,
+        qv_tensor: cute.Tensor | None,
+        packed_q: rows.PackedRows,
+        packed_out: rows.PackedRows,
         lse: Int64,
         q_smem: cute.ComposedLayout,
         k_smem: cute.ComposedLayout,
         v_smem: cute.ComposedLayout,
         out_smem: cute.ComposedLayout,
+        qv_smem: cute.ComposedLayout,
+        v_keys_smem: cute.ComposedLayout,
         sizes: Sizes,
+        extras: Extras,
         counter: Int64,
         blocks: Int32,
         softmax_scale: Float32,
@@ -190,8 +254,9 @@ class ForwardKernel:
         group_index = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
 
         if warp_index == 0:
-            for atom in (q_tma, k_tma, v_tma, out_tma):
-                cpasync.prefetch_descriptor(atom)
+            for atom in (q_tma, k_tma, v_tma, out_tma, qv_tma):
+                if const_expr(atom is not None):
+                    cpasync.prefetch_descriptor(atom)
 
         q_elements, out_elements = cute.cosize(q_smem), cute.cosize(out_smem)
         if const_expr(not spec.out_has_own_tile):
@@ -212,6 +277,7 @@ class ForwardKernel:
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_smem)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_smem)], 1024]
             out: cute.struct.Align[cute.struct.MemRange[self.dtype, out_elements], 1024]
+            qv: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(qv_smem) if spec.qv else 0], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(SharedStorage)
         # Without a tile of its own, the out tile of a warpgroup takes the place of its q tile.
@@ -221,6 +287,13 @@ class ForwardKernel:
             storage.k.get_tensor(k_smem.outer, swizzle=k_smem.inner),
             storage.v.get_tensor(v_smem.outer, swizzle=v_smem.inner),
             out_storage.get_tensor(out_smem.outer, swizzle=out_smem.inner),
+            storage.qv.get_tensor(qv_smem.outer, swizzle=qv_smem.inner) if const_expr(spec.qv) else None,
+            # The same bytes as v: with 128 bytes of columns to a row of the swizzle, both orders agree.
+            storage.v.get_tensor(v_keys_smem.outer, swizzle=v_keys_smem.inner) if const_expr(spec.qv) else None,
+        )
+        extras = extras._replace(
+            score_aux=scores.make_aux(spec.score_aux, extras.score_aux),
+            mask_aux=scores.make_aux(spec.mask_aux, extras.mask_aux),
         )
         q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
         k_full, k_empty = storage.k_full.data_ptr(), storage.k_empty.data_ptr()
@@ -237,7 +310,7 @@ class ForwardKernel:
         if warp_index == 0:
             with cute.arch.elect_one():
                 for g in cutlass.range_constexpr(self.groups):
-                    cute.arch.mbarrier_init(q_full + g, 1)
+                    cute.arch.mbarrier_init(q_full + g, 2 if spec.qv else 1)
                     # The four warps that read it release a q tile; but one that out takes the place of is
                     # free only when the out tile has left, and the warp that sent that says so.
                     cute.arch.mbarrier_init(q_empty + g, 4 if spec.out_has_own_tile else 1)
@@ -258,10 +331,17 @@ class ForwardKernel:
         k_tiles = cute.local_tile(k_tensor, (self.tile_n, self.head_dim), (None, 0, None, None))
         v_tiles = cute.local_tile(v_tensor, (self.head_dim_v, self.tile_n), (0, None, None, None))
         out_tiles = cute.local_tile(out_tensor, (WGMMA_ROWS, self.head_dim_v), (None, 0, None, None))
+        qv_load = None
+        if const_expr(spec.qv):
+            # Arrives at the barrier of q.
+            qv_tiles = cute.local_tile(qv_tensor, (WGMMA_ROWS, self.head_dim_v), (None, 0, None, None))
+            qv_parts = copies.partition(qv_tma, shared.qv, qv_tiles)
+            qv_load = Load(qv_tma, *qv_parts, q_full, q_empty, self.tile_bytes(qv_smem))
         loads = Loads(
             Load(q_tma, *copies.partition(q_tma, shared.q, q_tiles), q_full, q_empty, self.tile_bytes(q_smem)),
             Load(k_tma, *copies.partition(k_tma, shared.k, k_tiles), k_full, k_empty, self.tile_bytes(k_smem)),
             Load(v_tma, *copies.partition(v_tma, shared.v, v_tiles), v_full, v_empty, self.tile_bytes(v_smem)),
+            qv_load,
         )
         store_out = Store(out_tma, *copies.partition(out_tma, shared.out, out_tiles), lse)
 
@@ -270,24 +350,59 @@ class ForwardKernel:
             if group_index == 0:
                 cute.arch.setmaxregister_decrease(producer_registers)
                 if warp_index == 0:
-                    self.load(sizes, supply, loads)
+                    self.load(sizes, extras, supply, loads)
             else:
                 cute.arch.setmaxregister_increase(consumer_registers)
                 thread = thread - WARPGROUP_THREADS
                 group = group_index - 1
-                self.attend(sizes, supply, loads, group, thread, shared, store_out, softmax_scale)
+                self.attend(
+                    sizes, extras, supply, loads, group, thread, shared, packed_q, packed_out, store_out, softmax_scale
+                )
         else:
-            self.attend(sizes, supply, loads, group_index, thread, shared, store_out, softmax_scale)
+            self.attend(
+                sizes, extras, supply, loads, group_index, thread, shared, packed_q, packed_out, store_out, softmax_scale
+            )  # fmt: skip
 
     @cute.jit
     def work_of(
-        self, sizes: Sizes, m_block: Int32, head: Int32, batch_index: Int32, done: Int32, position: Int32
+        self,
+        sizes: Sizes,
+        extras: Extras,
+        m_block: Int32,
+        head: Int32,
+        batch_index: Int32,
+        done: Int32,
+        position: Int32,
     ) -> Work:
         """Describe a tile of the output."""
         first_row = m_block * self.tile_m
-        last_row = cutlass.min(first_row + self.tile_m, sizes.seqlen_q) - 1
-        key_tiles = mask.key_tiles(last_row, sizes.seqlen_q, sizes.seqlen_k, self.tile_n, self.causal)
-        return Work(sizes, first_row, head, batch_index, key_tiles, done, position)
+        block_list, cut_steps = Int64(0), Int32(0)
+        if const_expr(self.mask == "blocks"):
+            block_list, cut_steps, key_tiles = tiles.block_list(extras.blocks, batch_index, head, m_block, self.tile_n)
+            last_tile = key_tiles - 1
+        else:
+            begin, end = self.key_tiles_of_rows(sizes, first_row, first_row + self.tile_m)
+            last_tile, key_tiles = end - 1, end - begin
+        return Work(
+            sizes, extras, first_row, head, batch_index, key_tiles, last_tile, block_list, cut_steps, done, position
+        )
+
+    def query_of(self, sizes: Sizes, row: Int32) -> Int32:
+        """The query of a row."""
+        return rows.query_of(row, sizes.group, self.spec.pack_gqa)
+
+    def key_tiles_of_rows(self, sizes: Sizes, first_row: Int32, end_row: Int32) -> tuple[Int32, Int32]:
+        """(first, one past the last) key tile that rows from ``first_row`` to before ``end_row`` need."""
+        first, last = self.query_of(sizes, first_row), self.query_of(sizes, cutlass.min(end_row, sizes.rows) - 1)
+        return sizes.mask.key_tiles(first, last, self.tile_n, self.mask)
+
+    @cute.jit
+    def key_tile_of(self, work: Work, step: Int32) -> Int32:
+        """The key tile of a step."""
+        if const_expr(self.mask == "blocks"):
+            return tiles.listed_key_tile(work.block_list, step, self.tile_n)
+        else:
+            return work.last_tile - step
 
     @cute.jit
     def publish_tile(
@@ -297,7 +412,7 @@ class ForwardKernel:
         m_block, head, batch_index = Int32(-1), Int32(0), Int32(0)
         if tile < sizes.tiles:
             m_block, head, batch_index = tiles.place_of_tile(
-                tile, sizes.m_blocks, sizes.heads_q, sizes.batch, sizes.section, sizes.levels, self.causal
+                tile, sizes.m_blocks, sizes.heads, sizes.batch, sizes.section, sizes.levels, self.spec.causal
             )
         supply.publish(number, m_block, head, batch_index)
         return m_block, head, batch_index
@@ -309,16 +424,16 @@ class ForwardKernel:
     # ---- producer
 
     @cute.jit
-    def load(self, sizes: Sizes, supply: tiles.Supply, loads: Loads):
+    def load(self, sizes: Sizes, extras: Extras, supply: tiles.Supply, loads: Loads):
         """The producer warp: Q once for each tile, K and V in the order in which the consumers ask for them."""
         done, position = Int32(0), Int32(0)
         m_block, head, batch_index = self.publish_tile(sizes, supply, done, cute.arch.block_idx()[0])
         while m_block >= 0:
-            work = self.work_of(sizes, m_block, head, batch_index, done, position)
+            work = self.work_of(sizes, extras, m_block, head, batch_index, done, position)
             # K first: its stage is free before the consumers have done with the q tiles.
             if work.key_tiles > 0:
                 self.load_step(work, loads.k, Int32(0))
-            self.load_q_tiles(work, loads.q)
+            self.load_q_tiles(work, loads)
             for step in cutlass.range(1, work.key_tiles, unroll=1):
                 self.load_step(work, loads.k, step)
                 self.load_step(work, loads.v, step - 1)
@@ -329,25 +444,30 @@ class ForwardKernel:
             m_block, head, batch_index = self.publish_tile(sizes, supply, done, supply.fetch())
 
     @cute.jit
-    def load_q_tiles(self, work: Work, load: Load):
-        """Bring the q tile of each warpgroup as soon as it has done with the one before."""
-        for g in cutlass.range_constexpr(self.groups):
-            barriers.wait_empty(load.empty + g, work.done, 1)
-            copies.issue(load, g, work.first_row // WGMMA_ROWS + g, work.head, work.batch_index)
+    def load_q_tiles(self, work: Work, loads: Loads):
+        """Bring the q tile of each warpgroup as soon as it has done with the one before; packed ones it brings."""
+        if const_expr(not self.spec.pack_gqa):
+            for g in cutlass.range_constexpr(self.groups):
+                barriers.wait_empty(loads.q.empty + g, work.done, 1)
+                tile = work.first_row // WGMMA_ROWS + g
+                copies.issue(loads.q, g, tile, work.head, work.batch_index)
+                if const_expr(self.spec.qv):
+                    copies.issue(loads.qv, g, tile, work.head, work.batch_index)
 
     @cute.jit
     def load_step(self, work: Work, load: Load, step: Int32):
         """Bring the key tile of ``step`` as soon as its stage is free."""
         position = work.position + step
+        key_tile = self.key_tile_of(work, step)
         barriers.wait_empty(load.empty, position, self.stages)
         stage = barriers.stage_of(position, self.stages)
-        head_kv = work.head // work.sizes.heads_per_group
-        copies.issue(load, stage, work.key_tiles - 1 - step, head_kv, work.batch_index)
+        head_kv = work.head // work.sizes.heads_per_kv
+        copies.issue(load, stage, key_tile, head_kv, work.batch_index)
 
     @cute.jit
     def load_first_steps(self, work: Work, loads: Loads):
         """Without a producer warp: bring Q and fill the stages before the main loop of a tile."""
-        self.load_q_tiles(work, loads.q)
+        self.load_q_tiles(work, loads)
         for step in cutlass.range_constexpr(self.stages):
             if step < work.key_tiles:
                 self.load_step(work, loads.k, Int32(step))
@@ -371,11 +491,14 @@ class ForwardKernel:
     def attend(
         self,
         sizes: Sizes,
+        extras: Extras,
         supply: tiles.Supply,
         loads: Loads,
         group: Int32,
         thread: Int32,
         shared: Shared,
+        packed_q: rows.PackedRows,
+        packed_out: rows.PackedRows,
         store_out: Store,
         softmax_scale: Float32,
     ):
@@ -390,6 +513,8 @@ class ForwardKernel:
             qk_mma.make_fragment_A(qk_slice.partition_A(shared.q[None, None, group])),
             qk_mma.make_fragment_B(qk_slice.partition_B(shared.k)),
             pv_mma.make_fragment_B(pv_slice.partition_B(shared.v)),
+            self.make_qv_operand(qk_mma, qk_slice, shared, group),
+            qk_mma.make_fragment_B(qk_slice.partition_B(shared.v_keys)) if const_expr(self.spec.qv) else None,
             layout.make_probability_operand(self.tile_n, self.dtype),
             cute.make_rmem_tensor(qk_mma.partition_shape_C((WGMMA_ROWS, self.tile_n)), Float32),
             cute.make_rmem_tensor(pv_mma.partition_shape_C((WGMMA_ROWS, self.head_dim_v)), Float32),
@@ -407,14 +532,19 @@ class ForwardKernel:
                 self.publish_tile(sizes, supply, done, cute.arch.block_idx()[0])
         m_block, head, batch_index = supply.take(done)
         while m_block >= 0:
-            work = self.work_of(sizes, m_block, head, batch_index, done, position)
+            work = self.work_of(sizes, extras, m_block, head, batch_index, done, position)
             operands.output.fill(0.0)
             state.reset()
             if const_expr(not self.spec.warp_specialized):
                 if me.loads:
                     self.load_first_steps(work, loads)
+            if const_expr(self.spec.pack_gqa):
+                q_tile = shared.q[None, None, group]
+                rows.load_packed(self.dtype, self.head_dim, packed_q, work, me, q_tile)
             self.attend_tile(work, me, loads, operands, state)
-            self.store(work, me, loads.q, shared, store_out, operands.output, state)
+            self.finish_rows(work, me, store_out.lse, state)
+            state.normalize(layout.rows_and_columns(operands.output))
+            self.store(work, me, loads.q, shared, packed_out, store_out, operands.output)
             position += work.key_tiles
             done += 1
             if const_expr(not self.spec.warp_specialized):
@@ -425,42 +555,88 @@ class ForwardKernel:
         if me.warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
+    def make_qv_operand(
+        self, mma: cute.TiledMma, mma_slice: Any, shared: Shared, group: Int32
+    ) -> cute.Tensor | None:
+        """Descriptors of the group's qv tile."""
+        if not self.spec.qv:
+            return None
+        return mma.make_fragment_A(mma_slice.partition_A(shared.qv[None, None, group]))
+
     @cute.jit
     def attend_tile(self, work: Work, me: Consumer, loads: Loads, operands: Operands, state: softmax.State):
         """The main loop over the key tiles of one tile of the output."""
         sizes = work.sizes
         group_row = work.first_row + WGMMA_ROWS * me.group
-        thread_row = group_row + layout.first_row(me.warp, me.lane)
-        barriers.wait_full(loads.q.full + me.group, work.done, 1)
+        if const_expr(not self.spec.pack_gqa):
+            barriers.wait_full(loads.q.full + me.group, work.done, 1)
 
-        # The first key tiles may be of no use to this group: its rows end above those of the others.
-        last_row = cutlass.min(group_row + WGMMA_ROWS, sizes.seqlen_q) - 1
-        own_tiles = mask.key_tiles(last_row, sizes.seqlen_q, sizes.seqlen_k, self.tile_n, self.causal)
-        first = work.key_tiles - own_tiles if group_row < sizes.seqlen_q else work.key_tiles
+        # The first and, with a window, the last key tiles may be of no use to this group's rows.
+        first, end = Int32(0), work.key_tiles
+        if const_expr(self.mask != "blocks"):
+            begin_tile, end_tile = self.key_tiles_of_rows(sizes, group_row, group_row + WGMMA_ROWS)
+            first = work.last_tile + 1 - end_tile
+            if const_expr(self.mask == "window"):
+                end = work.last_tile + 1 - begin_tile
+        if group_row >= sizes.rows or first >= end:
+            first, end = work.key_tiles, work.key_tiles
         for step in cutlass.range(0, first, unroll=1):
             self.skip_step(work, step, me, loads)
 
-        if first < work.key_tiles:
-            self.step(work, first, me, thread_row, loads, operands, state, masked=True, first=True)
-            # Steps before ``first_whole`` need masking: their key tile has a key that a row does not see.
-            first_whole = first + 1
-            if const_expr(self.causal):
-                whole_tiles = mask.whole_key_tiles(group_row, sizes.seqlen_q, sizes.seqlen_k, self.tile_n, self.causal)
-                first_whole = cutlass.max(work.key_tiles - whole_tiles, first + 1)
-                for step in cutlass.range(first + 1, cutlass.min(first_whole, work.key_tiles), unroll=1):
-                    self.step(work, step, me, thread_row, loads, operands, state, masked=True)
-            for step in cutlass.range(first_whole, work.key_tiles, unroll=1):
-                self.step(work, step, me, thread_row, loads, operands, state, masked=False)
-            if const_expr(self.spec.out_has_own_tile):
+        if first < end:
+            self.step(work, first, me, loads, operands, state, masked=True, first=True)
+            self.attend_steps(work, me, group_row, first + 1, end, loads, operands, state)
+            if const_expr(self.spec.out_has_own_tile and not self.spec.pack_gqa):
                 barriers.release(loads.q.empty + me.group, work.done, 1)
 
-            last = work.position + work.key_tiles - 1
+            last = work.position + end - 1
             barriers.wait_full(loads.v.full, last, self.stages)
             self.multiply(self.pv_mma(), operands.output, operands.p, operands.v, last, accumulate=True)
             warpgroup.wait_group(0)
             barriers.release(loads.v.empty, last, self.stages)
-        elif const_expr(self.spec.out_has_own_tile):
+        elif const_expr(self.spec.out_has_own_tile and not self.spec.pack_gqa):
             barriers.release(loads.q.empty + me.group, work.done, 1)
+        if const_expr(self.mask == "window"):
+            for step in cutlass.range(end, work.key_tiles, unroll=1):
+                self.skip_step(work, step, me, loads)
+
+    @cute.jit
+    def attend_steps(
+        self,
+        work: Work,
+        me: Consumer,
+        group_row: Int32,
+        start: Int32,
+        end: Int32,
+        loads: Loads,
+        operands: Operands,
+        state: softmax.State,
+    ):
+        """The steps after the first: those whose key tile has a key that a row does not see need masking."""
+        sizes = work.sizes
+        if const_expr(self.mask in ("window", "blocks") or (self.mask_mod is not None)):
+            first_whole, end_whole = work.cut_steps, work.key_tiles
+            if const_expr(self.mask != "blocks"):
+                last_row = cutlass.min(group_row + WGMMA_ROWS, sizes.rows) - 1
+                queries = self.query_of(sizes, group_row), self.query_of(sizes, last_row)
+                begin_tile, end_tile = sizes.mask.whole_key_tiles(*queries, self.tile_n, self.mask)
+                first_whole, end_whole = work.last_tile + 1 - end_tile, work.last_tile + 1 - begin_tile
+            for step in cutlass.range(start, end, unroll=1):
+                cut = True
+                if const_expr(self.mask == "blocks" or self.mask_mod is None):
+                    cut = step < first_whole or step >= end_whole
+                self.step(work, step, me, loads, operands, state, masked=cut)
+        else:
+            first_whole = start
+            if const_expr(self.spec.causal):
+                # Only the first row's keys end earlier than those of the rows below it.
+                queries = self.query_of(sizes, group_row), self.query_of(sizes, group_row)
+                _, end_tile = sizes.mask.whole_key_tiles(*queries, self.tile_n, self.mask)
+                first_whole = cutlass.max(work.last_tile + 1 - end_tile, start)
+                for step in cutlass.range(start, cutlass.min(first_whole, end), unroll=1):
+                    self.step(work, step, me, loads, operands, state, masked=True)
+            for step in cutlass.range(first_whole, end, unroll=1):
+                self.step(work, step, me, loads, operands, state, masked=False)
 
     @cute.jit
     def skip_step(self, work: Work, step: Int32, me: Consumer, loads: Loads):
@@ -481,11 +657,10 @@ class ForwardKernel:
         work: Work,
         step: Int32,
         me: Consumer,
-        thread_row: Int32,
         loads: Loads,
         operands: Operands,
         state: softmax.State,
-        masked: cutlass.Constexpr,
+        masked: Boolean | bool,
         first: cutlass.Constexpr = False,
     ):
         """Scores of this step's key tile, and the PV product of the step before, which the group's first lacks."""
@@ -495,6 +670,9 @@ class ForwardKernel:
         if const_expr(self.spec.pingpong):
             barriers.take_turn(me.group)
         self.multiply(self.qk_mma(), operands.scores, operands.q, operands.k, position, accumulate=False)
+        if const_expr(self.spec.qv):
+            barriers.wait_full(loads.v.full, position, self.stages)
+            self.multiply(self.qk_mma(), operands.scores, operands.qv, operands.v_keys, position, accumulate=True)
         if const_expr(not first):
             barriers.wait_full(loads.v.full, position - 1, self.stages)
             self.multiply(self.pv_mma(), operands.output, operands.p, operands.v, position - 1, accumulate=True)
@@ -504,7 +682,7 @@ class ForwardKernel:
         # With overlap only the scores are waited for: PV runs on under the softmax.
         warpgroup.wait_group(1 if const_expr(self.spec.overlap and not first) else 0)
         barriers.release(loads.k.empty, position, self.stages)
-        moved = self.softmax_step(work, me, thread_row, operands.scores, state, step, masked)
+        moved = self.softmax_step(work, me, operands.scores, state, step, masked)
 
         # At the first step the output is still zero: the references may move without a rescale.
         if const_expr(not first):
@@ -533,28 +711,81 @@ class ForwardKernel:
         self,
         work: Work,
         me: Consumer,
-        thread_row: Int32,
-        scores: cute.Tensor,
+        raw_scores: cute.Tensor,
         state: softmax.State,
         step: Int32,
-        masked: cutlass.Constexpr,
+        masked: Boolean | bool,
     ) -> Boolean:
         """Turn scores into probabilities and bring the softmax state up to date.
 
         Returns whether the output must be rescaled by the state's factors; the same in all lanes of a warp.
         """
-        view = layout.rows_and_columns(scores)
-        if const_expr(masked):
-            sizes = work.sizes
-            first_key = (work.key_tiles - 1 - step) * self.tile_n + layout.first_column(me.lane)
-            mask.mask_scores(view, thread_row, first_key, sizes.seqlen_q, sizes.seqlen_k, self.causal)
+        view = layout.rows_and_columns(raw_scores)
+        extras = work.extras
+        if const_expr(self.spec.softcap):
+            scores.cap(view, extras.tanh_factor)
+        if const_expr(self.score_mod is not None):
+            queries, heads, first_key = self.place_of_scores(work, me, step)
+            scores.modify(
+                self.score_mod, view, extras.mod_factor, work.batch_index, heads, queries, first_key, extras.score_aux
+            )
+        if const_expr(isinstance(masked, bool)):
+            if const_expr(masked):
+                self.hide(work, me, view, step)
+        elif masked:
+            self.hide(work, me, view, step)
         moved = state.must_move(view)
         if moved:
             state.move(view, self.spec.rescale_threshold)
         state.exponentiate(view)
         return moved
 
+    def rows_of(self, work: Work, me: Consumer) -> tuple[Int32, Int32]:
+        """The two rows whose scores this thread holds."""
+        first = work.first_row + WGMMA_ROWS * me.group + layout.first_row(me.warp, me.lane)
+        return first, first + 8
+
+    @cute.jit
+    def place_of_scores(
+        self, work: Work, me: Consumer, step: Int32
+    ) -> tuple[tuple[Int32, Int32], tuple[Int32, Int32], Int32]:
+        """Queries and heads of the thread's two rows, and the key of its first column."""
+        upper, lower = self.rows_of(work, me)
+        packed, group = self.spec.pack_gqa, work.sizes.group
+        queries = rows.query_of(upper, group, packed), rows.query_of(lower, group, packed)
+        heads = rows.head_of(upper, work.head, group, packed), rows.head_of(lower, work.head, group, packed)
+        return queries, heads, self.key_tile_of(work, step) * self.tile_n + layout.first_column(me.lane)
+
+    @cute.jit
+    def hide(self, work: Work, me: Consumer, view: cute.Tensor, step: Int32):
+        """Set the scores of keys that a row does not see to -inf."""
+        queries, heads, first_key = self.place_of_scores(work, me, step)
+        if const_expr(self.mask_mod is not None):
+            scores.hide(self.mask_mod, view, work.batch_index, heads, queries, first_key, work.extras.mask_aux)
+        work.sizes.mask.hide(view, queries, first_key, self.mask)
+
     # ---- epilogue
+
+    @cute.jit
+    def finish_rows(self, work: Work, me: Consumer, lse: Int64, state: softmax.State):
+        """Complete the sums of the rows, with the sink if there is one, and write their LSE if it is wanted."""
+        sizes, packed = work.sizes, self.spec.pack_gqa
+        thread_rows = self.rows_of(work, me)
+        state.sum_up()
+        if work.extras.sink != 0:
+            for r in cutlass.range_constexpr(layout.ROWS_PER_THREAD):
+                state.add_sink(r, rows.sink_log2(work, thread_rows[r], packed))
+        if lse != 0:
+            if me.lane % 4 == 0:
+                pointer = cute.make_ptr(Float32, lse, cute.AddressSpace.gmem, assumed_align=4)
+                seqlen_q = sizes.mask.seqlen_q
+                first = Int64(work.batch_index) * sizes.heads * sizes.group
+                for r in cutlass.range_constexpr(layout.ROWS_PER_THREAD):
+                    row = thread_rows[r]
+                    if row < sizes.rows:
+                        head = rows.head_of(row, work.head, sizes.group, packed)
+                        place = (first + head) * seqlen_q + rows.query_of(row, sizes.group, packed)
+                        cute.make_tensor(pointer + place, cute.make_layout(1))[0] = state.log_sum_exp(r)
 
     @cute.jit
     def store(
@@ -563,24 +794,11 @@ class ForwardKernel:
         me: Consumer,
         load_q: Load,
         shared: Shared,
+        packed_out: rows.PackedRows,
         store_out: Store,
         output: cute.Tensor,
-        state: softmax.State,
     ):
-        """Normalize, write LSE, and send the out tile through shared memory."""
-        sizes = work.sizes
-        state.normalize(layout.rows_and_columns(output))
-        if store_out.lse != 0:
-            if me.lane % 4 == 0:
-                pointer = cute.make_ptr(Float32, store_out.lse, cute.AddressSpace.gmem, assumed_align=4)
-                first = (Int64(work.batch_index) * sizes.heads_q + work.head) * sizes.seqlen_q
-                row_lse = cute.make_tensor(pointer + first, cute.make_layout(sizes.seqlen_q))
-                thread_row = work.first_row + WGMMA_ROWS * me.group + layout.first_row(me.warp, me.lane)
-                for r in cutlass.range_constexpr(layout.ROWS_PER_THREAD):
-                    row = thread_row + 8 * r
-                    if row < sizes.seqlen_q:
-                        row_lse[row] = state.log_sum_exp(r)
-
+        """Send the out tile through shared memory."""
         rounded = cute.make_rmem_tensor(output.layout, self.dtype)
         products.round_to(self.dtype, output, rounded)
         # TMA must have read the out tile before.
@@ -593,7 +811,12 @@ class ForwardKernel:
         # Ordinary writes must be visible to TMA before the thread that issues the store goes on.
         cute.arch.fence_proxy("async.shared", space="cta")
         barriers.sync_group(me.group)
-        if me.warp == 0:
+        if const_expr(self.spec.pack_gqa):
+            out_tile = shared.out[None, None, me.group]
+            rows.store_packed(self.dtype, self.head_dim_v, packed_out, work, me, out_tile)
+            # Read by all before anybody writes the next tile into this memory.
+            barriers.sync_group(me.group)
+        elif me.warp == 0:
             tile = work.first_row // WGMMA_ROWS + me.group
             target = store_out.target[None, tile, work.head, work.batch_index]
             cute.copy(store_out.tma, store_out.source[None, me.group], target)
@@ -603,10 +826,31 @@ class ForwardKernel:
                 barriers.release(load_q.empty + me.group, work.done, 1)
 
 
+def extra_types(spec: ForwardSpec) -> list[tuple[str, tuple[type[cutlass.Numeric], ...]]]:
+    """Name and types of the launch's extra arguments, in order: only those that the spec uses."""
+    extras: list[tuple[str, tuple[type[cutlass.Numeric], ...]]] = []
+    if spec.mask == "window":
+        extras.append(("window", (Int32,) * 3))  # left, right, chunk
+    if spec.softcap:
+        extras.append(("softcap", (Float32,)))
+    if spec.qv:
+        extras.append(("qv", (Int64,) * 4))  # address; batch, row and head stride, in the order of q's
+    for name, codes in (("score_aux", spec.score_aux), ("mask_aux", spec.mask_aux)):
+        types: list[type[cutlass.Numeric]] = []
+        for code in filter(None, codes.split(",")):
+            types += [Int64, *[Int32] * int(code[1:])]
+        if types:
+            extras.append((name, tuple(types)))
+    if spec.mask == "blocks":
+        extras.append(("blocks", (Int64, Int64, Int32, Int32, Int32)))
+    return extras
+
+
 def compile_forward(spec: ForwardSpec, options: str) -> Any:
     """Compile the spec's host entry; needs no GPU."""
-    addresses = [Int64(0)] * 6
+    addresses = [Int64(0)] * 7
     strides = [Int64(0)] * 12
+    extras = tuple(kind(1) for _, types in extra_types(spec) for kind in types)
     return cute.compile(
         ForwardKernel(spec),
         *addresses,
@@ -614,6 +858,7 @@ def compile_forward(spec: ForwardSpec, options: str) -> Any:
         *[Int32(1)] * 7,
         *strides,
         Float32(1.0),
-        *[Int32(1)] * 3,
+        *[Int32(1)] * 4,
+        extras or None,
         options=options,
     )

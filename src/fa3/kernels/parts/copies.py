@@ -20,11 +20,14 @@ def global_tensor(
 
 
 def shared_layout(dtype: type[cutlass.Numeric], shape: tuple, major: OperandMajorMode) -> cute.ComposedLayout:
-    """Swizzled layout of tiles in shared memory, (rows, columns, stage); the swizzle spans 128 bytes."""
+    """Swizzled layout of tiles in shared memory, (rows, columns, stage); the swizzle spans 128 bytes, or 64."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    contiguous = shape[1] if major == OperandMajorMode.K else shape[0]
+    wide = contiguous * dtype.width % (8 * 128) == 0
     if major == OperandMajorMode.K:
-        kind, order = warpgroup.SmemLayoutAtomKind.K_SW128, (0, 1, 2)
+        kind, order = kinds.K_SW128 if wide else kinds.K_SW64, (0, 1, 2)
     else:
-        kind, order = warpgroup.SmemLayoutAtomKind.MN_SW128, (1, 0, 2)
+        kind, order = kinds.MN_SW128 if wide else kinds.MN_SW64, (1, 0, 2)
     return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order)
 
 

@@ -1,7 +1,16 @@
-"""Which keys a query row sees, and which key tiles a query tile needs.
+"""Which keys a query sees, and which key tiles a query tile needs.
 
-Causal masks are aligned bottom-right: query i sees key j when j <= i + seqlen_k - seqlen_q.
+Masks are aligned bottom-right: query i is at key position p = i + seqlen_k - seqlen_q. A query sees one interval of
+keys, and both its ends only grow with the query, so the keys of a tile of queries are an interval too:
+
+- ``full``: all keys;
+- ``causal``: j <= p;
+- ``window``: p - left <= j <= p + right, and only in the chunk that p is in, if there are chunks.
+
+``blocks`` is ``full`` here: its lists of blocks are looked up elsewhere.
 """
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -10,49 +19,79 @@ from cutlass import Float32, Int32, const_expr
 from .layout import ROWS_PER_THREAD, column_in_tile
 
 
-@cute.jit
-def visible_keys(row: Int32, seqlen_q: Int32, seqlen_k: Int32, causal: cutlass.Constexpr) -> Int32:
-    """Number of keys, counted from key 0, that query ``row`` sees; may be negative."""
-    if const_expr(causal):
-        return cutlass.min(seqlen_k, row + 1 + seqlen_k - seqlen_q)
-    else:
-        return seqlen_k
+class Mask(NamedTuple):
+    """Lengths and bounds. ``left`` and ``right`` are at most the lengths; ``chunk`` 0 means none."""
 
+    seqlen_q: Int32
+    seqlen_k: Int32
+    left: Int32
+    right: Int32
+    chunk: Int32
 
-@cute.jit
-def key_tiles(
-    last_row: Int32, seqlen_q: Int32, seqlen_k: Int32, tile_n: cutlass.Constexpr, causal: cutlass.Constexpr
-) -> Int32:
-    """Number of key tiles, counted from tile 0, that hold a key which ``last_row`` or a row above it sees."""
-    keys = cutlass.max(visible_keys(last_row, seqlen_q, seqlen_k, causal), 0)
-    return (keys + tile_n - 1) // tile_n
+    @cute.jit
+    def first_key(self, query: Int32, kind: cutlass.Constexpr) -> Int32:
+        """The first key that a query sees, if it sees any."""
+        if const_expr(kind == "window"):
+            position = query + self.seqlen_k - self.seqlen_q
+            first = position - self.left
+            if self.chunk > 0:
+                first = cutlass.max(first, cutlass.max(position, 0) // self.chunk * self.chunk)
+            return cutlass.max(first, 0)
+        else:
+            return Int32(0)
 
+    @cute.jit
+    def end_key(self, query: Int32, kind: cutlass.Constexpr) -> Int32:
+        """One past the last key that a query sees; not above ``first_key``, and maybe negative, if it sees none."""
+        if const_expr(kind == "causal"):
+            return cutlass.min(self.seqlen_k, query + 1 + self.seqlen_k - self.seqlen_q)
+        elif const_expr(kind == "window"):
+            position = query + self.seqlen_k - self.seqlen_q
+            end = cutlass.min(self.seqlen_k, position + self.right + 1)
+            if self.chunk > 0:
+                # Before key 0 there are chunks too, but no keys in them.
+                chunk_end = (cutlass.max(position, 0) // self.chunk + 1) * self.chunk
+                end = cutlass.min(end, chunk_end if position >= 0 else Int32(0))
+            return end
+        else:
+            return self.seqlen_k
 
-@cute.jit
-def whole_key_tiles(
-    first_row: Int32, seqlen_q: Int32, seqlen_k: Int32, tile_n: cutlass.Constexpr, causal: cutlass.Constexpr
-) -> Int32:
-    """Number of key tiles, counted from tile 0, of which ``first_row`` and all rows below it see every key."""
-    keys = cutlass.max(visible_keys(first_row, seqlen_q, seqlen_k, causal), 0)
-    return keys // tile_n
+    @cute.jit
+    def key_tiles(
+        self, first_query: Int32, last_query: Int32, tile_n: cutlass.Constexpr, kind: cutlass.Constexpr
+    ) -> tuple[Int32, Int32]:
+        """(first, one past the last) key tile with a key that a query of this range sees; equal if there is none."""
+        begin = self.first_key(first_query, kind) // tile_n
+        end = (cutlass.max(self.end_key(last_query, kind), 0) + tile_n - 1) // tile_n
+        return begin, cutlass.max(end, begin)
 
+    @cute.jit
+    def whole_key_tiles(
+        self, first_query: Int32, last_query: Int32, tile_n: cutlass.Constexpr, kind: cutlass.Constexpr
+    ) -> tuple[Int32, Int32]:
+        """(first, one past the last) key tile of which every query of this range sees every key."""
+        begin = (self.first_key(last_query, kind) + tile_n - 1) // tile_n
+        return begin, cutlass.max(self.end_key(first_query, kind), 0) // tile_n
 
-@cute.jit
-def mask_scores(
-    scores: cute.Tensor,
-    first_row: Int32,
-    first_key: Int32,
-    seqlen_q: Int32,
-    seqlen_k: Int32,
-    causal: cutlass.Constexpr,
-):
-    """Set the scores of keys that a row does not see to -inf.
+    @cute.jit
+    def hide(
+        self,
+        scores: cute.Tensor,
+        queries: tuple[Int32, Int32],
+        first_key: Int32,
+        kind: cutlass.Constexpr,
+    ):
+        """Set the scores of keys that a query does not see to -inf.
 
-    ``scores`` is the thread's (2 rows, columns) view; its rows are ``first_row`` and ``first_row + 8``,
-    its column ``c`` is key ``first_key + column_in_tile(c)``.
-    """
-    for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-        limit = visible_keys(first_row + 8 * r, seqlen_q, seqlen_k, causal) - first_key
-        row = scores[r, None]
-        for c in cutlass.range_constexpr(cute.size(row)):
-            row[c] = row[c] if Int32(column_in_tile(c)) < limit else -Float32.inf
+        ``scores`` is the thread's (2 rows, columns) view; its rows are ``queries``, its column ``c`` is key
+        ``first_key + column_in_tile(c)``.
+        """
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            end = self.end_key(queries[r], kind) - first_key
+            row = scores[r, None]
+            for c in cutlass.range_constexpr(cute.size(row)):
+                row[c] = row[c] if Int32(column_in_tile(c)) < end else -Float32.inf
+            if const_expr(kind == "window"):
+                begin = self.first_key(queries[r], kind) - first_key
+                for c in cutlass.range_constexpr(cute.size(row)):
+                    row[c] = row[c] if Int32(column_in_tile(c)) >= begin else -Float32.inf

@@ -177,15 +177,33 @@ class State(NamedTuple):
             self.total[r] = self.total[r] + row_sum(scores[r, None])
 
     @cute.jit
-    def normalize(self, output: cute.Tensor):
-        """Complete the row sums over the quad and divide the output by them; rows without keys stay 0."""
+    def sum_up(self):
+        """Complete the row sums over the quad, at the end."""
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            total = quad_sum(self.total[r])
-            self.total[r] = total
-            self.factor[r] = Float32(0.0) if total == Float32(0.0) else 1.0 / total
+            self.total[r] = quad_sum(self.total[r])
+            self.factor[r] = Float32(1.0)
+
+    @cute.jit
+    def add_sink(self, r: cutlass.Constexpr, sink_log2: Float32):
+        """Let a logit without a value, in log2 units, enter the sum of row ``r``, after ``sum_up``.
+
+        It may lie far above or below the reference, so the reference moves to the larger of both.
+        """
+        own = -Float32.inf if self.total[r] == Float32(0.0) else self.offset[r]
+        top = cute.arch.fmax(own, sink_log2)
+        top = Float32(0.0) if top == -Float32.inf else top
+        self.factor[r] = cute.math.exp2(own - top, fastmath=True)
+        self.total[r] = self.total[r] * self.factor[r] + cute.math.exp2(sink_log2 - top, fastmath=True)
+        self.offset[r] = top
+
+    @cute.jit
+    def normalize(self, output: cute.Tensor):
+        """Divide the output by the row sums; rows without keys stay 0."""
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            self.factor[r] = Float32(0.0) if self.total[r] == Float32(0.0) else self.factor[r] / self.total[r]
         scale_rows(output, self.factor)
 
     @cute.jit
     def log_sum_exp(self, r: cutlass.Constexpr) -> Float32:
-        """Natural LSE of row ``r``, after ``normalize``; -inf for a row without keys."""
+        """Natural LSE of row ``r``, after ``sum_up``; -inf for a row without keys."""
         return (self.offset[r] + cute.math.log2(self.total[r], fastmath=True)) * LN_2

@@ -6,6 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from fa3.spec import BLOCK
+
 from . import barriers
 
 #: Tiles that wait in shared memory between the warp that fetches them and the warps that use them.
@@ -46,6 +48,33 @@ def place_of_tile(
         m_block = m_blocks - 1 - m_block
     batch_index = head // heads
     return m_block, head - batch_index * heads, batch_index
+
+
+@cute.jit
+def block_list(
+    blocks: tuple, batch_index: Int32, head: Int32, m_block: Int32, tile_n: cutlass.Constexpr
+) -> tuple[Int64, Int32, Int32]:
+    """(address of a query block's list of key blocks, steps that the mask cuts, steps in all).
+
+    ``blocks`` as `fa3.kernels.parts.work.Extras` has it; a key block has ``BLOCK / tile_n`` key tiles, and as many
+    steps.
+    """
+    counts_address, indices_address, batch_stride, head_stride, key_blocks = blocks
+    row = Int64(batch_index) * batch_stride + head * head_stride + m_block
+    counts = cute.make_ptr(Int32, counts_address, cute.AddressSpace.gmem, assumed_align=4)
+    counts = cute.make_tensor(counts + 2 * row, cute.make_layout(2))
+    steps = BLOCK // tile_n
+    cut = counts[0] * steps
+    return indices_address + 4 * row * key_blocks, cut, cut + counts[1] * steps
+
+
+@cute.jit
+def listed_key_tile(address: Int64, step: Int32, tile_n: cutlass.Constexpr) -> Int32:
+    """The key tile of a step, from the list of key blocks at ``address``; the tiles of a block run downward."""
+    steps = BLOCK // tile_n
+    indices = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
+    block = cute.make_tensor(indices + step // steps, cute.make_layout(1))[0]
+    return block * steps + (steps - 1 - step % steps)
 
 
 class Supply(NamedTuple):

@@ -5,31 +5,63 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
+
+from .mask import Mask
 
 
 class Sizes(NamedTuple):
-    """Sizes of the launch, the same for every block."""
+    """Sizes of the launch, the same for every block.
+
+    Tiles of the output are made of rows. A row is a query of one head, or, when query heads are packed, a query of
+    one of the ``group`` heads that share a K/V head: the heads of a query are consecutive rows.
+    """
 
     batch: Int32
-    seqlen_q: Int32
-    seqlen_k: Int32
-    heads_q: Int32
-    heads_per_group: Int32
+    #: Rows of one head of tiles, and heads of tiles.
+    rows: Int32
+    heads: Int32
+    #: Heads of tiles that read the same K and V.
+    heads_per_kv: Int32
+    #: Query heads in one head of tiles.
+    group: Int32
     m_blocks: Int32
     section: Int32
     levels: Int32
     tiles: Int32
+    mask: Mask
+
+
+class Extras(NamedTuple):
+    """What only some calls ask for; numbers and tensors that a spec does not use are 0 and empty."""
+
+    #: Address of the sinks (0: none), and bytes of one: 2 is bf16, 4 float32.
+    sink: Int64
+    sink_bytes: Int32
+    #: Factor of scores before the hyperbolic tangent, and before ``score_mod``.
+    tanh_factor: Float32
+    mod_factor: Float32
+    score_aux: tuple
+    mask_aux: tuple
+    #: (address of counts, address of indices, batch stride, head stride, key blocks) of a block mask; strides in
+    #: blocks of queries.
+    blocks: tuple
 
 
 class Work(NamedTuple):
     """One tile of the output: where it is, and how far the rings of stages had come when it began."""
 
     sizes: Sizes
+    extras: Extras
     first_row: Int32
     head: Int32
     batch_index: Int32
     key_tiles: Int32
+    #: The key tile of step 0; those of the steps after it run downward.
+    last_tile: Int32
+    #: With a block mask: address of the row of its lists, and how many steps the mask cuts.
+    block_list: Int64
+    cut_steps: Int32
     #: Tiles that this block has done before, and the key tiles that went through the stages for them.
     done: Int32
     position: Int32
@@ -52,6 +84,7 @@ class Loads(NamedTuple):
     q: Load
     k: Load
     v: Load
+    qv: Load | None
 
 
 class Store(NamedTuple):
@@ -70,6 +103,9 @@ class Shared(NamedTuple):
     k: cute.Tensor
     v: cute.Tensor
     out: cute.Tensor
+    #: Tiles of qv, and v seen as (keys, columns); only with qv.
+    qv: cute.Tensor | None
+    v_keys: cute.Tensor | None
 
 
 class Operands(NamedTuple):
@@ -78,6 +114,9 @@ class Operands(NamedTuple):
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
+    #: With qv: its tile, and v as the second operand of its product.
+    qv: cute.Tensor | None
+    v_keys: cute.Tensor | None
     p: cute.Tensor
     scores: cute.Tensor
     output: cute.Tensor
