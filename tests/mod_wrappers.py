@@ -1,0 +1,59 @@
+"""Modifications as functions of the host: loops over cases that read and write plain tables in memory.
+
+Every pointer is the address of a contiguous CPU tensor. Functions of the DSL must stand in a real file.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+DTYPES = {"f": Float32, "i": Int32}
+
+
+def table(address: Int64, dtype: type[cutlass.Numeric], shape: tuple) -> cute.Tensor:
+    """A row-major tensor in host memory."""
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.generic, assumed_align=4)
+    return cute.make_tensor(pointer, cute.make_ordered_layout(shape, order=tuple(reversed(range(len(shape))))))
+
+
+@cute.jit
+def scores(
+    cases_address: Int64,
+    scores_address: Int64,
+    aux_address: Int64,
+    out_address: Int64,
+    count: Int32,
+    size0: Int32,
+    size1: Int32,
+    mod: cutlass.Constexpr,
+    kind: cutlass.Constexpr,
+):
+    """cases (count, 4: batch, head, query, key), scores (count,) -> out (count,).
+
+    ``kind`` says what one tensor the modification reads, as in a spec: "f2" is float32 with two dims.
+    """
+    cases = table(cases_address, Int32, (count, 4))
+    given = table(scores_address, Float32, (count,))
+    out = table(out_address, Float32, (count,))
+    aux = (table(aux_address, DTYPES[kind[0]], (size0, size1)[: int(kind[1])]),)
+    for i in cutlass.range(count, unroll=1):
+        out[i] = Float32(mod(given[i], cases[i, 0], cases[i, 1], cases[i, 2], cases[i, 3], aux))
+
+
+@cute.jit
+def masks(
+    cases_address: Int64,
+    aux_address: Int64,
+    out_address: Int64,
+    count: Int32,
+    size0: Int32,
+    size1: Int32,
+    mod: cutlass.Constexpr,
+    kind: cutlass.Constexpr,
+):
+    """cases (count, 4: batch, head, query, key) -> out (count,), 1 where the query sees the key. Else as `scores`."""
+    cases = table(cases_address, Int32, (count, 4))
+    out = table(out_address, Int32, (count,))
+    aux = (table(aux_address, DTYPES[kind[0]], (size0, size1)[: int(kind[1])]),)
+    for i in cutlass.range(count, unroll=1):
+        out[i] = Int32(Boolean(mod(cases[i, 0], cases[i, 1], cases[i, 2], cases[i, 3], aux)))
