@@ -3,9 +3,18 @@
 Every pointer is the address of a contiguous CPU tensor. Functions of the DSL must stand in a real file.
 """
 
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass import Boolean, Float32, Int32, Int64
+from torch import Tensor
+
+from fa3.mods import AUX_DTYPES, MaskMod, ScoreMod
 
 DTYPES = {"f": Float32, "i": Int32}
 
@@ -57,3 +66,28 @@ def masks(
     aux = (table(aux_address, DTYPES[kind[0]], (size0, size1)[: int(kind[1])]),)
     for i in cutlass.range(count, unroll=1):
         out[i] = Int32(Boolean(mod(cases[i, 0], cases[i, 1], cases[i, 2], cases[i, 3], aux)))
+
+
+@functools.cache
+def compiled(mod: Callable[..., Any], is_score: bool, kind: str) -> Any:
+    entry, addresses = (scores, 4) if is_score else (masks, 3)
+    types = [Int64] * addresses + [Int32] * 3
+    return cute.compile(entry, *(t(0) for t in types), mod, kind, options="--gpu-arch sm_90a")
+
+
+def run_cute_twin(mod: ScoreMod | MaskMod, cases: Tensor, scores: Tensor) -> Tensor:
+    """What the CuTe DSL twin of a modification that reads one tensor of one or two dims says.
+
+    cases (count, 4: batch, head, query, key), scores (count,) float32 -> scores (count,) float32, or for a mask int32.
+    """
+    (aux,) = mod.aux
+    module, name = mod.cute.split(":")
+    is_score = isinstance(mod, ScoreMod)
+    # A result that no correct answer is equal to yet.
+    out = torch.full((len(cases),), torch.nan) if is_score else torch.full((len(cases),), -1, dtype=torch.int32)
+    tensors = [cases.int().contiguous(), *([scores] if is_score else []), aux, out]
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    function = getattr(importlib.import_module(module), name)
+    entry = compiled(function, is_score, f"{AUX_DTYPES[aux.dtype]}{aux.dim()}")
+    entry(*(tensor.data_ptr() for tensor in tensors), len(cases), *[*aux.shape, 1][:2])
+    return out

@@ -58,14 +58,23 @@ def test_functions_with_closures_are_never_taken_for_each_other():
         ScoreMod("modified:closure", by(3))
 
 
-def test_functions_with_other_defaults_are_never_taken_for_each_other():
+def test_functions_with_defaults_are_never_taken_for_each_other():
     def by(factor):
         return lambda score, *_, scale=factor: score * scale
 
     ScoreMod("modified:defaults", by(2))
-    ScoreMod("modified:defaults", by(2))
     with pytest.raises(ValueError, match="already has"):
         ScoreMod("modified:defaults", by(3))
+
+
+def test_a_function_that_its_module_defines_anew_takes_the_place_of_the_old_one():
+    module = {"ScoreMod": ScoreMod}
+    source = "def change(score, *_): return score * {}\nScoreMod('modified:anew', change)"
+    exec(source.format(2), module)
+    exec(source.format(3), module)
+    assert mods.twin("modified:anew") is module["change"]
+    with pytest.raises(ValueError, match="already has"):
+        exec(source.format(3), {"ScoreMod": ScoreMod})
 
 
 def test_a_bound_method_may_come_again_but_not_that_of_another_object():
@@ -288,38 +297,11 @@ def test_sizes_of_ready_made_modifications_are_held_against_the_call():
 # CuTe DSL twins, compiled for the host ----------------------------------------------------------------------------
 
 
-@functools.cache
-def compiled(name: str, is_score: bool, kind: str):
-    import cutlass
-    import cutlass.cute as cute
-
-    import mod_wrappers
-    from fa3.kernels import mods as cute_mods
-
-    entry = mod_wrappers.scores if is_score else mod_wrappers.masks
-    types = [cutlass.Int64] * (4 if is_score else 3) + [cutlass.Int32] * 3
-    return cute.compile(entry, *(t(0) for t in types), getattr(cute_mods, name), kind, options="--gpu-arch sm_90a")
-
-
-def run_cute_twin(mod: ScoreMod | MaskMod, cases: Tensor, scores: Tensor) -> Tensor:
-    """The CuTe DSL twin of a ready-made modification for cases (count, 4: batch, head, query, key) int32."""
-    (aux,) = mod.aux
-    module, name = mod.cute.split(":")
-    assert module == "fa3.kernels.mods"
-    is_score = isinstance(mod, ScoreMod)
-    # A result that no correct answer is equal to yet.
-    out = torch.full((len(cases),), torch.nan) if is_score else torch.full((len(cases),), -1, dtype=torch.int32)
-    tensors = [cases, *([scores] if is_score else []), aux, out]
-    sizes = [*aux.shape, 1][:2]
-    assert all(tensor.is_contiguous() for tensor in tensors)
-    kind = f"{mods.AUX_DTYPES[aux.dtype]}{aux.dim()}"
-    compiled(name, is_score, kind)(*(tensor.data_ptr() for tensor in tensors), len(cases), *sizes)
-    return out
-
-
 @pytest.mark.parametrize("name", list(ready_made()))
 def test_cute_twins_say_exactly_what_pytorch_twins_say(name):
     pytest.importorskip("cutlass")
+    from mod_wrappers import run_cute_twin
+
     mod = ready_made()[name]
     count = 3000
     # Behind the last query and key too: both twins then read their tensors at the last one.
@@ -327,7 +309,7 @@ def test_cute_twins_say_exactly_what_pytorch_twins_say(name):
     cases = torch.stack([torch.randint(0, n, (count,)) for n in sizes], dim=1)
     cases[: count // 2, 2:] %= SEQLEN
     scores = torch.randn(count)
-    found = run_cute_twin(mod, cases.int(), scores)
+    found = run_cute_twin(mod, cases, scores)
     if isinstance(mod, ScoreMod):
         expected = mod.torch(scores, *cases.unbind(1), *mod.aux)
         assert found.tolist() == expected.tolist()

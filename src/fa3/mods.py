@@ -19,6 +19,9 @@ from types import FunctionType, MethodType
 import torch
 from torch import Tensor
 
+# Kernels know it too; here it is a word of the public `BlockMask`.
+from fa3.spec import BLOCK as BLOCK
+
 #: Tensors that a modification may read.
 MAX_AUX = 2
 
@@ -27,9 +30,6 @@ AUX_DTYPES = {torch.float32: "f", torch.int32: "i"}
 
 #: Dims that each may have.
 MAX_AUX_DIMS = 3
-
-#: Queries and keys of one block of a `BlockMask`.
-BLOCK = 128
 
 #: What a mask does to a block.
 EMPTY, CUT, WHOLE = 0, 1, 2
@@ -48,6 +48,7 @@ def register(cute: str, torch: Callable[..., Tensor]) -> None:
     """Note that ``torch`` is the PyTorch twin of the CuTe DSL function named ``cute``.
 
     Operators carry the name alone, so a name has one PyTorch twin in a process. Making a modification registers it.
+    A function that its module or notebook defines anew takes the place of the old one.
 
     Raises:
         ValueError: another PyTorch twin has this name, or the name is not ``"module:function"``.
@@ -58,6 +59,7 @@ def register(cute: str, torch: Callable[..., Tensor]) -> None:
             f"cute={cute!r} already has the PyTorch twin {known!r}, and now comes torch={torch!r}: a CuTe DSL function "
             "has one PyTorch twin; what changes from call to call goes into aux, and another function has another name"
         )
+    _twins[cute] = torch
 
 
 def twin(cute: str) -> Callable[..., Tensor]:
@@ -75,20 +77,21 @@ def twin(cute: str) -> Callable[..., Tensor]:
 
 
 def _is_same_function(one: Callable[..., Tensor], other: Callable[..., Tensor]) -> bool:
-    """A lambda or a nested function is a new object each time that its line runs, but says the same."""
+    """Whether two objects are one function to whoever wrote it."""
     if one is other:
         return True
     if isinstance(one, MethodType) and isinstance(other, MethodType):
         return one == other
     if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)):
         return False
-    return (
-        one.__code__ == other.__code__
-        and one.__globals__ is other.__globals__
-        and one.__closure__ is other.__closure__ is None
-        and one.__defaults__ == other.__defaults__
-        and one.__kwdefaults__ == other.__kwdefaults__
-    )
+    if one.__globals__ is not other.__globals__:
+        return False
+    if one.__qualname__ == other.__qualname__ and one.__name__ == one.__qualname__ != "<lambda>":
+        # A name at the top level of a module, defined anew: a reload, or a cell of a notebook that ran again.
+        return True
+    # A lambda or a nested function is a new object each time that its line runs. It may carry other values with it.
+    carried = (one.__closure__, other.__closure__, one.__defaults__, other.__defaults__, one.__kwdefaults__)
+    return one.__code__ == other.__code__ and not any(carried)
 
 
 def _check_name(cute: str) -> str:
