@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fa3.problem import Problem
-from fa3.spec import ELEMENT_BYTES, ForwardSpec
+from fa3.spec import ELEMENT_BYTES, TILE_CLASSES, WGMMA_ROWS, ForwardSpec
+from fa3.tiles import CANDIDATES, MODIFIED, PACKED, QV, SMALL, TILES, TileChoice
 
 
 @dataclass(frozen=True)
@@ -38,46 +39,14 @@ class DeviceFacts:
 H200 = DeviceFacts(name="NVIDIA H200", sm_count=132, l2_bytes=60 * 2**20)
 
 
-@dataclass(frozen=True)
-class TileChoice:
-    """One row of the tile table."""
-
-    tile_m: int
-    tile_n: int
-    stages: int
-    reason: str
-
-
-#: (head dim, causal) -> tiles for keys up to a length, in order; the last row of each takes the rest.
-TILES: dict[tuple[int, bool], tuple[tuple[float, TileChoice], ...]] = {
-    (64, False): (
-        (1024, TileChoice(256, 64, 4, "four warpgroups: the fewest cycles on short rows")),
-        (math.inf, TileChoice(192, 128, 3, "three warpgroups: the fewest cycles on long rows; wider tiles spill")),
-    ),
-    (64, True): (
-        (2048, TileChoice(256, 64, 4, "as without a mask")),
-        (math.inf, TileChoice(192, 128, 3, "as without a mask")),
-    ),
-    (128, False): (
-        (
-            math.inf,
-            TileChoice(192, 80, 3, "three warpgroups: fewer cycles than two with 128 or 176 keys; wider tiles spill"),
-        ),
-    ),
-    (128, True): (
-        (1024, TileChoice(192, 64, 3, "narrow key tiles waste less on the diagonal of short rows")),
-        (math.inf, TileChoice(192, 80, 3, "as without a mask")),
-    ),
-    (256, False): (
-        (math.inf, TileChoice(128, 64, 2, "two stages in shared memory; 80 keys, the most that fit, gain nothing")),
-    ),
-    (256, True): ((math.inf, TileChoice(128, 64, 2, "as without a mask")),),
-}
-
 #: Log2 units by which a score may exceed the softmax reference: probabilities reach 256 at most, which costs
 #: fp16 and bf16 no accuracy, and after the first key tile hardly a tile moves the reference.
 RESCALE_THRESHOLD = 8.0
 
+
+#: Below so many rounds of the usual tiles a grid is small: its time is a few whole rounds, and smaller tiles or
+#: packed heads may fill the card better.
+SMALL_GRID = 4
 
 #: Part of the time of the products that reading K and V from device memory may take, when the query tiles of
 #: a head come in several phases and each phase reads them again.
@@ -128,16 +97,23 @@ class Plan:
     bytes_moved: int
 
 
+#: Widest output of one launch; a wider one is computed in several, a part of the columns each.
+MAX_COLUMNS = 256
+
+
 def why_not(problem: Problem) -> str | None:
-    """Why no kernel exists for this problem yet, or ``None`` when one does."""
+    """Why no kernel exists for this problem, or ``None`` when one does."""
     if problem.dtype not in ELEMENT_BYTES:
         return f"dtype {problem.dtype}: kernels exist for {', '.join(ELEMENT_BYTES)}"
-    classes = sorted({d for d, _ in TILES})
-    if problem.head_dim not in classes:
-        return f"head_dim={problem.head_dim}: kernels exist for {', '.join(map(str, classes))}"
-    if problem.head_dim_v != problem.head_dim:
-        return f"head_dim_v={problem.head_dim_v}, head_dim={problem.head_dim}: kernels exist for equal ones"
+    if problem.qv and problem.head_dim_v > MAX_COLUMNS:
+        return f"qv beside head_dim_v={problem.head_dim_v}: kernels with qv exist up to {MAX_COLUMNS}"
     return None
+
+
+def tile_class(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The tile class with the least work that holds the head dims; of a wide v, one part of its columns."""
+    head_dim_v = min(head_dim_v, MAX_COLUMNS)
+    return min((c for c in TILE_CLASSES if c[0] >= head_dim and c[1] >= head_dim_v), key=sum)
 
 
 def plan(problem: Problem, device: DeviceFacts) -> Plan:
@@ -149,39 +125,106 @@ def plan(problem: Problem, device: DeviceFacts) -> Plan:
     missing = why_not(problem)
     if missing is not None:
         raise NotImplementedError(missing)
-    choice = tiles_of(problem)
-    spec = make_spec(problem.dtype, problem.head_dim, problem.causal, choice)
+    choice, packed = tiles_of(problem, device)
+    spec = make_spec(
+        problem.dtype,
+        tile_class(problem.head_dim, problem.head_dim_v),
+        problem.mask,
+        choice,
+        softcap=problem.softcap > 0.0,
+        pack_gqa=packed,
+        qv=problem.qv,
+        score_mod=problem.score_mod,
+        mask_mod=problem.mask_mod,
+        score_aux=",".join(problem.score_aux),
+        mask_aux=",".join(problem.mask_aux),
+    )
     order = order_of(problem, spec, device)
+    multiprocessors = available(problem, device)
     reasons = (
         f"tiles of {choice.tile_m} queries x {choice.tile_n} keys in {choice.stages} stages: {choice.reason}",
+        *([f"the {problem.group_size} query heads of a K/V head share tiles: fewer tiles"] if packed else []),
         f"softmax references move only for probabilities over 2**{RESCALE_THRESHOLD:g}: the output is hardly rescaled",
-        f"{order.tiles} tiles for {order.blocks} persistent blocks on {device.sm_count} multiprocessors: "
-        f"{order.tiles / device.sm_count:.2f} rounds",
+        f"{order.tiles} tiles for {order.blocks} persistent blocks on {multiprocessors} multiprocessors: "
+        f"{order.tiles / multiprocessors:.2f} rounds",
         order.reason,
     )
     return Plan(spec, order, reasons, flops(problem), bytes_moved(problem))
 
 
-def tiles_of(problem: Problem) -> TileChoice:
-    """The row of the tile table for a problem."""
-    rows = TILES[problem.head_dim, problem.causal]
-    return next(choice for limit, choice in rows if problem.seqlen_k <= limit)
+def computes(spec: ForwardSpec, problem: Problem) -> bool:
+    """Whether the kernel of a spec computes a problem, however well it suits it."""
+    kind = tile_class(problem.head_dim, problem.head_dim_v)
+    masks = {problem.mask} if problem.block_sparse else {problem.mask, "window", *(["causal"] * problem.causal)}
+    return (
+        spec.dtype == problem.dtype
+        and (spec.head_dim, spec.head_dim_v) == kind
+        and spec.mask in masks
+        and spec.softcap == (problem.softcap > 0.0)
+        and spec.qv == problem.qv
+        and (spec.score_mod, spec.score_aux) == (problem.score_mod, ",".join(problem.score_aux))
+        and (spec.mask_mod, spec.mask_aux) == (problem.mask_mod, ",".join(problem.mask_aux))
+    )
 
 
-def make_spec(dtype: str, head_dim: int, causal: bool, choice: TileChoice) -> ForwardSpec:
-    """Spec with the full schedule."""
+def available(problem: Problem, device: DeviceFacts) -> int:
+    """Multiprocessors that the call may use."""
+    return max(1, device.sm_count - problem.sm_margin)
+
+
+def tiles_of(problem: Problem, device: DeviceFacts) -> tuple[TileChoice, bool]:
+    """The tiles for a problem, and whether query heads are packed into them."""
+    kind = tile_class(problem.head_dim, problem.head_dim_v)
+    if problem.qv:
+        return QV[kind], False
+    if problem.score_mod or problem.mask_mod:
+        return MODIFIED[kind], False
+    rows = ((math.inf, MODIFIED[kind]),) if problem.softcap else TILES[kind]["full" if problem.mask == "full" else "causal"]
+    usual = next(choice for limit, choice in rows if problem.seqlen_k <= limit)
+    candidates = [(usual, False)]
+    if problem.pack_gqa is True and problem.group_size > 1:
+        candidates = [(choice, True) for choice in PACKED[kind]]
+    elif tile_count(problem, usual.tile_m, False) < SMALL_GRID * available(problem, device):
+        candidates += [(choice, False) for choice in SMALL[kind]]
+        if problem.pack_gqa is None and problem.group_size > 1:
+            candidates += [(choice, True) for choice in PACKED[kind]]
+    # Of equals the first: the one that long sequences have.
+    return min(candidates, key=lambda candidate: _seconds(problem, device, *candidate))
+
+
+def tile_count(problem: Problem, tile_m: int, packed: bool) -> int:
+    """Tiles of the output."""
+    rows = problem.seqlen_q * (problem.group_size if packed else 1)
+    return math.ceil(rows / tile_m) * (problem.heads_kv if packed else problem.heads_q) * problem.batch
+
+
+def _seconds(problem: Problem, device: DeviceFacts, choice: TileChoice, packed: bool) -> float:
+    """Time of a small grid, in no unit: rounds of tiles, each as long as its tiles."""
+    rounds = tile_count(problem, choice.tile_m, packed) / available(problem, device)
+    if problem.mask == "causal" and problem.seqlen_q > choice.tile_m:
+        # The longest come first and the short ones fill the gaps: half of all, but never less than the longest.
+        return max(1.0, rounds / 2 + 0.25) * choice.cost
+    return math.ceil(rounds) * choice.cost
+
+
+def make_spec(
+    dtype: str, head_dims: int | tuple[int, int], mask: str, choice: TileChoice, **features: bool | str
+) -> ForwardSpec:
+    """Spec with the full schedule; ``features`` are the fields of `ForwardSpec` after the schedule."""
+    head_dim, head_dim_v = head_dims if isinstance(head_dims, tuple) else (head_dims, head_dims)
     return ForwardSpec(
         dtype=dtype,
         head_dim=head_dim,
-        head_dim_v=head_dim,
-        causal=causal,
+        head_dim_v=head_dim_v,
+        mask=mask,
         tile_m=choice.tile_m,
         tile_n=choice.tile_n,
         stages=choice.stages,
         warp_specialized=True,
-        pingpong=True,
+        pingpong=choice.tile_m > WGMMA_ROWS,
         overlap=True,
         rescale_threshold=RESCALE_THRESHOLD,
+        **features,  # type: ignore[arg-type]
     )
 
 
@@ -193,14 +236,14 @@ def order_of(problem: Problem, spec: ForwardSpec, device: DeviceFacts) -> Order:
     first, and inside a phase as many heads run side by side as fit in L2. More phases even out the end better,
     but each reads K and V again: as many as memory has time for.
     """
-    heads = problem.heads_q * problem.batch
-    m_blocks = math.ceil(problem.seqlen_q / spec.tile_m)
-    tiles = m_blocks * heads
-    blocks = min(tiles, device.sm_count)
-    group = problem.group_size
+    group = 1 if spec.pack_gqa else problem.group_size
+    heads = (problem.heads_kv if spec.pack_gqa else problem.heads_q) * problem.batch
+    tiles = tile_count(problem, spec.tile_m, spec.pack_gqa)
+    m_blocks = tiles // max(heads, 1)
+    blocks = min(tiles, available(problem, device))
     # The kernel divides by it, whatever else is empty.
     levels = max(m_blocks, 1)
-    if not problem.causal:
+    if not spec.causal:
         return Order(group, levels, tiles, blocks, f"{_heads(group)} at a time, K and V in L2")
     head_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES[spec.dtype])
     section = min(group * max(1, int(L2_SHARE * device.l2_bytes) // head_bytes), heads)
@@ -219,15 +262,47 @@ def _heads(count: int) -> str:
 
 
 def flops(problem: Problem) -> float:
-    """FLOPs of QK^T and PV over the keys that each row sees."""
-    if problem.causal:
-        offset = problem.seqlen_k - problem.seqlen_q
-        first = max(0, -offset)
-        rows = problem.seqlen_q - first
-        pairs = rows * (first + offset + 1 + problem.seqlen_k) / 2 if rows > 0 else 0.0
-    else:
-        pairs = float(problem.seqlen_q) * problem.seqlen_k
-    return 2.0 * problem.batch * problem.heads_q * pairs * (problem.head_dim + problem.head_dim_v)
+    """FLOPs of the products over the keys that each row sees by causal mask, window and chunk."""
+    columns = problem.head_dim + problem.head_dim_v + (problem.head_dim_v if problem.qv else 0)
+    return 2.0 * problem.batch * problem.heads_q * visible_pairs(problem) * columns
+
+
+def visible_pairs(problem: Problem) -> int:
+    """(query, key) pairs of one head that causal mask, window and chunk leave."""
+    left, right, chunk = problem.bounds
+    keys = problem.seqlen_k
+    first_position = keys - problem.seqlen_q
+    if not chunk:
+        return _pairs(first_position, keys, 0, keys, left, right)
+    # A chunk in the first position's chunk, all the whole ones alike, and the last.
+    start = max(first_position, 0) // chunk * chunk
+    whole = range(start + chunk, keys - chunk + 1, chunk)
+    pairs = _pairs(max(first_position, 0), min(start + chunk, keys), start, min(start + chunk, keys), left, right)
+    if whole:
+        pairs += len(whole) * _pairs(whole[0], whole[0] + chunk, whole[0], whole[0] + chunk, left, right)
+    last = start + chunk * (len(whole) + 1)
+    return pairs + _pairs(last, keys, last, keys, left, right)
+
+
+def _pairs(first: int, end: int, first_key: int, end_key: int, left: int, right: int) -> int:
+    """Pairs of positions from ``first`` to before ``end`` with keys of a range, inside the window around them."""
+    if end <= first or end_key <= first_key:
+        return 0
+    seen_right = (end - first) * (end_key - first_key)
+    if right >= 0:
+        seen_right = _clamped_sum(first + right + 1 - first_key, end - first, end_key - first_key)
+    hidden_left = _clamped_sum(first - left - first_key, end - first, end_key - first_key) if left >= 0 else 0
+    return seen_right - hidden_left
+
+
+def _clamped_sum(start: int, count: int, limit: int) -> int:
+    """Sum of ``min(max(start + i, 0), limit)`` for i from 0 to before ``count``."""
+
+    def up_to(x: int) -> int:
+        # The same sum for all numbers from 0 to x.
+        return 0 if x <= 0 else x * (x + 1) // 2 if x <= limit else limit * (limit + 1) // 2 + (x - limit) * limit
+
+    return up_to(start + count - 1) - up_to(start - 1)
 
 
 def bytes_moved(problem: Problem) -> int:
@@ -241,51 +316,89 @@ def bytes_moved(problem: Problem) -> int:
 
 # Sets of specs to compile -------------------------------------------------------------------------
 
-PRESETS = ("smoke", "forward", "schedule", "all")
+PRESETS = ("smoke", "forward", "features", "schedule", "all", "sweep")
 
 
 def shipped_specs(preset: str) -> tuple[ForwardSpec, ...]:
     """The specs of a preset, in a fixed order.
 
-    ``smoke``: one kernel. ``forward``: all that `plan` can choose. ``schedule``: every combination of the
-    schedule's switches, for tests and the ablation. ``all``: everything.
+    ``smoke``: one kernel. ``forward``: all that `plan` can choose for plain calls and windows. ``features``: caps,
+    modifications, block masks and qv at the usual head dims. ``schedule``: combinations of the schedule's switches,
+    for tests and the ablation. ``all``: all of these. ``sweep``: what the sweep of the tile tables tries.
 
     Raises:
         ValueError: unknown preset.
     """
     if preset == "smoke":
-        return (make_spec("bf16", 128, False, TILES[128, False][0][1]),)
+        return (make_spec("bf16", 128, "full", TILES[128, 128]["full"][-1][1]),)
     if preset == "forward":
+        return tuple(dict.fromkeys(_forward()))
+    if preset == "sweep":
         return tuple(
-            make_spec(dtype, head_dim, causal, choice)
-            for dtype in ELEMENT_BYTES
-            for (head_dim, causal), rows in TILES.items()
-            for _, choice in rows
+            make_spec("bf16", kind, mask, choice)
+            for kind, choices in CANDIDATES.items()
+            for mask in ("full", "causal", "window")
+            for choice in choices
         )
+    if preset == "features":
+        return tuple(_features())
     if preset == "schedule":
         return tuple(_schedules())
     if preset == "all":
-        return tuple(dict.fromkeys((*shipped_specs("forward"), *shipped_specs("schedule"))))
+        return tuple(dict.fromkeys((*_forward(), *_features(), *_schedules())))
     raise ValueError(f"preset={preset!r}: allowed are {', '.join(PRESETS)}")
+
+
+def _forward() -> Iterator[ForwardSpec]:
+    for dtype in ELEMENT_BYTES:
+        for kind, masks in TILES.items():
+            for mask, rows in masks.items():
+                for _, choice in rows:
+                    yield make_spec(dtype, kind, mask, choice)
+                for choice in SMALL[kind]:
+                    yield make_spec(dtype, kind, mask, choice)
+                for choice in PACKED[kind] if kind in ((64, 64), (128, 128)) else ():
+                    yield make_spec(dtype, kind, mask, choice, pack_gqa=True)
+            yield make_spec(dtype, kind, "window", masks["causal"][-1][1])
+
+
+def _features() -> Iterator[ForwardSpec]:
+    """One of each option that changes the machine code; the rest are compiled when they are first asked for."""
+    alibi = {"score_mod": "fa3.kernels.mods:alibi", "score_aux": "f1"}
+    bias = {"score_mod": "fa3.kernels.mods:relative_bias", "score_aux": "f2"}
+    prefix = {"mask_mod": "fa3.kernels.mods:prefix_lm", "mask_aux": "i1"}
+    document = {"mask_mod": "fa3.kernels.mods:document_causal", "mask_aux": "i2"}
+    for kind in ((64, 64), (128, 128), (256, 256)):
+        for mask in ("full", "causal", "window"):
+            yield make_spec("bf16", kind, mask, MODIFIED[kind], softcap=True)
+        yield make_spec("bf16", kind, "causal", MODIFIED[kind], **alibi)
+        yield make_spec("bf16", kind, "blocks", MODIFIED[kind], **document)
+    yield make_spec("bf16", 128, "full", MODIFIED[128, 128], **bias, **prefix)
+    yield make_spec("bf16", 128, "window", MODIFIED[128, 128], softcap=True, **bias, **prefix)
+    for kind in ((64, 64), (64, 256), (128, 128)):
+        for mask in ("full", "causal"):
+            yield make_spec("bf16", kind, mask, QV[kind], qv=True)
 
 
 def _schedules() -> Iterator[ForwardSpec]:
     switches = (False, True)
-    for (head_dim, causal), rows in TILES.items():
-        full = make_spec("bf16", head_dim, causal, rows[-1][1])
-        # The whole grid of switches at d 128; elsewhere each switch off alone, and all of them.
-        grid = [(w, p, o) for w in switches for p in switches for o in switches]
-        if head_dim != 128:
-            grid = [(w, p, o) for w, p, o in grid if w + p + o in (0, 2)]
-        for specialized, pingpong, overlap in grid:
-            yield replace(full, warp_specialized=specialized, pingpong=pingpong, overlap=overlap)
+    for kind in ((64, 64), (128, 128), (256, 256)):
+        for mask, rows in TILES[kind].items():
+            full = make_spec("bf16", kind, mask, rows[-1][1])
+            # The whole grid of switches at d 128; elsewhere all of them off.
+            grid = [(w, p, o) for w in switches for p in switches for o in switches]
+            if kind != (128, 128):
+                grid = [(w, p, o) for w, p, o in grid if w + p + o == 0]
+            for specialized, pingpong, overlap in grid:
+                yield replace(full, warp_specialized=specialized, pingpong=pingpong, overlap=overlap)
         yield replace(full, rescale_threshold=0.0)
-    # One and two warpgroups, and more than two stages.
-    yield make_spec("bf16", 128, True, TileChoice(128, 64, 4, ""))
-    yield replace(make_spec("bf16", 128, True, TileChoice(64, 64, 3, "")), pingpong=False)
-    yield make_spec("bf16", 128, False, TileChoice(192, 80, 1, ""))
+    # One and two warpgroups, one stage and more than two.
+    yield make_spec("bf16", 128, "causal", TileChoice(128, 64, 4))
+    yield make_spec("bf16", 128, "full", TileChoice(192, 80, 1))
     # The paper's ablation is in fp16.
-    full = make_spec("fp16", 128, False, TILES[128, False][-1][1])
+    full = make_spec("fp16", 128, "full", TILES[128, 128]["full"][-1][1])
     for specialized, pingpong, overlap in ((False, True, True), (True, False, True), (True, True, False)):
         yield replace(full, warp_specialized=specialized, pingpong=pingpong, overlap=overlap)
     yield replace(full, pingpong=False, overlap=False)
+    # A window without a producer warp: skipped steps load too.
+    yield replace(make_spec("bf16", 128, "window", TILES[128, 128]["causal"][-1][1]), warp_specialized=False)

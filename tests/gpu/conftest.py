@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fa3
+from fa3.reference import visible_keys
 
 HERE = Path(__file__).parent
 
@@ -20,21 +21,51 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="no GPU of compute capability 9.0 on this machine"))
 
 
-def eager_attention(q, k, v, softmax_scale=None, causal=False):
+def eager_attention(
+    q,
+    k,
+    v,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    sink=None,
+    qv=None,
+    score_mod=None,
+    mask_mod=None,
+):
     """Plain PyTorch attention, the yardstick: scores and softmax in float32, probabilities in the inputs' dtype."""
-    group = q.shape[2] // k.shape[2]
+    batch, seqlen_q, heads, head_dim = q.shape
+    seqlen_k, heads_kv, head_dim_v = v.shape[1:]
     queries = q.transpose(1, 2)
-    keys, values = (x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    # A tensor-core product with float32 results: at scores of 1e4 its rounding shows, and is not what is tested.
-    products = torch.bmm(queries.flatten(0, 1), keys.mT.flatten(0, 1), out_dtype=torch.float32)
-    scores = products.unflatten(0, queries.shape[:2]) * scale
-    if causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
-        scores = scores.masked_fill(~seen.tril(k.shape[1] - q.shape[1]), -math.inf)
-    probabilities = torch.softmax(scores, dim=-1).nan_to_num(0.0)
+    keys, values = (x.transpose(1, 2).repeat_interleave(heads // max(heads_kv, 1), dim=1) for x in (k, v))
+    if softmax_scale is None:
+        softmax_scale = (head_dim + (0 if qv is None else head_dim_v)) ** -0.5
+    # Tensor-core products with float32 results: at scores of 1e4 their rounding shows, and is not what is tested.
+    scores = _products(queries, keys)
+    if qv is not None:
+        scores = scores + _products(qv.transpose(1, 2), values)
+    scores = scores * softmax_scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    index = [torch.arange(size, device=q.device) for size in (batch, heads, seqlen_q, seqlen_k)]
+    index = [numbers.view([-1 if dim == i else 1 for dim in range(4)]) for i, numbers in enumerate(index)]
+    if score_mod is not None:
+        scores = score_mod.torch(scores, *index, *score_mod.aux)
+    seen = visible_keys(seqlen_q, seqlen_k, causal, window_size, attention_chunk, q.device)
+    if mask_mod is not None:
+        seen = seen & mask_mod.torch(*index, *mask_mod.aux)
+    logits = scores = scores.masked_fill(~seen, -math.inf)
+    if sink is not None:
+        logits = torch.cat([scores, sink.float()[None, :, None, None].expand(batch, -1, seqlen_q, 1)], dim=-1)
+    probabilities = torch.softmax(logits, dim=-1).nan_to_num(0.0)[..., :seqlen_k]
     out = (probabilities.to(q.dtype) @ values).transpose(1, 2)
-    return out, torch.logsumexp(scores, dim=-1)
+    return out, torch.logsumexp(logits, dim=-1)
+
+
+def _products(left, right):
+    return torch.bmm(left.flatten(0, 1), right.mT.flatten(0, 1), out_dtype=torch.float32).unflatten(0, left.shape[:2])
 
 
 def ulp(value, dtype):
@@ -48,16 +79,17 @@ def max_and_rms(error):
 
 @pytest.fixture
 def assert_accurate():
-    """(out, lse, q, k, v, softmax_scale, causal, rows): at most twice the error of eager PyTorch, plus one ulp.
+    """(out, lse, q, k, v, softmax_scale, causal, rows, options of `fa3.reference`): at most twice the error of eager
+    PyTorch, plus one ulp.
 
     ``rows`` is a bool mask (batch, seqlen_q, heads) of the rows that count; all of them by default.
     """
 
-    def check(out, lse, q, k, v, softmax_scale=None, causal=False, rows=None):
+    def check(out, lse, q, k, v, softmax_scale=None, causal=False, rows=None, **options):
         assert out.shape == (*q.shape[:3], v.shape[3])
         assert out.dtype == q.dtype
-        expected, expected_lse = fa3.reference(q, k, v, softmax_scale=softmax_scale, causal=causal)
-        yardstick, yardstick_lse = eager_attention(q, k, v, softmax_scale, causal)
+        expected, expected_lse = fa3.reference(q, k, v, softmax_scale=softmax_scale, causal=causal, **options)
+        yardstick, yardstick_lse = eager_attention(q, k, v, softmax_scale, causal, **options)
         if rows is None:
             rows = torch.ones(q.shape[:3], dtype=torch.bool, device=q.device)
         expected, yardstick, out = expected[rows], yardstick[rows], out[rows]
@@ -85,9 +117,9 @@ def assert_accurate():
 def attend():
     """`fa3.flash_attn_func` with the LSE, into memory that was filled with NaN before."""
 
-    def call(q, k, v, softmax_scale=None, causal=False, function=fa3.flash_attn_func):
+    def call(q, k, v, softmax_scale=None, causal=False, function=fa3.flash_attn_func, **options):
         poison(q, v)
-        return function(q, k, v, softmax_scale, causal=causal, return_lse=True)
+        return function(q, k, v, softmax_scale, causal=causal, return_lse=True, **options)
 
     return call
 
@@ -104,8 +136,25 @@ def poison(q, v):
 def make():
     """q, k and v of normal random numbers on the GPU."""
 
-    def tensors(batch=2, seqlen_q=128, seqlen_k=128, heads_q=4, heads_kv=2, head_dim=128, dtype=torch.bfloat16):
-        shapes = ((seqlen_q, heads_q), (seqlen_k, heads_kv), (seqlen_k, heads_kv))
-        return tuple(torch.randn(batch, *shape, head_dim, device="cuda").to(dtype) for shape in shapes)
+    def tensors(
+        batch=2, seqlen_q=128, seqlen_k=128, heads_q=4, heads_kv=2, head_dim=128, dtype=torch.bfloat16, head_dim_v=None
+    ):
+        q_shape, k_shape = (batch, seqlen_q, heads_q, head_dim), (batch, seqlen_k, heads_kv, head_dim)
+        v_shape = (*k_shape[:3], head_dim_v or head_dim)
+        return tuple(torch.randn(shape, device="cuda").to(dtype) for shape in (q_shape, k_shape, v_shape))
 
     return tensors
+
+
+@pytest.fixture
+def available():
+    """Skips the test of a spec that this machine neither has nor can compile."""
+
+    def check(spec):
+        from fa3.compiler.store import default_store
+        from fa3.compiler.target import dsl_installed
+
+        if default_store().find(spec) is None and not dsl_installed():
+            pytest.skip("not in the store, and no compiler here")
+
+    return check

@@ -4,7 +4,7 @@ The only place that launches. Everything that depends on shapes, strides, dtypes
 out once and kept; a repeated call looks up one key, allocates its outputs and launches. It never synchronizes
 and takes no device memory beyond the outputs, 64 bytes for the scheduler of each stream, and the documented
 copies: an input whose address is not a multiple of 16 bytes, or one of whose batch, row and head strides is
-not, is copied, since TMA cannot read it.
+not, is copied, since TMA cannot read it; so is a sink that is neither float32 nor bf16, or not contiguous.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from fa3 import plan as planning
 from fa3.compiler.store import default_store
-from fa3.plan import DeviceFacts
+from fa3.options import Options
+from fa3.plan import MAX_COLUMNS, DeviceFacts
 from fa3.problem import Problem, check_forward
 from fa3.spec import TMA_ALIGNMENT, ForwardSpec
 
@@ -43,11 +44,15 @@ class _Launch:
     """All of a call that does not change while shapes, strides, dtype, device and options stay the same."""
 
     function: Callable[..., Any] | None
-    arguments: tuple[Any, ...]
+    #: Arguments after the addresses, and where in v and out they begin, in bytes: one launch for each part of wide
+    #: columns.
+    parts: tuple[tuple[int, tuple[Any, ...]], ...]
     out_shape: tuple[int, int, int, int]
     lse_shape: tuple[int, int, int]
     copy: tuple[bool, bool, bool]
     device: int
+    #: Extra arguments that are no address or shape of an option's tensors: window bounds and cap.
+    numbers: tuple[Any, ...] = ()
 
 
 _launches: dict[Any, _Launch] = {}
@@ -74,7 +79,13 @@ def device_facts(device: torch.device) -> DeviceFacts:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, return_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    return_lse: bool,
+    options: Options | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention on a Hopper GPU; shapes as `fa3.flash_attn_func`.
 
@@ -88,25 +99,35 @@ def forward(
         CompileError, StoreError: the kernel is not in the store and cannot be compiled here.
     """
     key = _key(q, k, v, softmax_scale, causal)
+    if options is not None:
+        key = (*key, *_options_key(options))
     launch = _launches.get(key)
     if launch is None:
-        launch = _remember(key, _prepare(q, k, v, softmax_scale, causal, None))
-    return _run(launch, q, k, v, return_lse)
+        launch = _remember(key, _prepare(q, k, v, softmax_scale, causal, None, options))
+    return _run(launch, q, k, v, return_lse, options)
 
 
 def forward_with_spec(
-    spec: ForwardSpec, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, return_lse: bool = False
+    spec: ForwardSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    options: Options | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As `forward`, by the kernel of a given spec: for tests, sweeps and ablations.
 
     Raises:
-        ValueError: the spec is for another dtype or head dim.
+        ValueError: the spec is for another dtype, head dim, mask or options.
     """
     key = (spec, *_key(q, k, v, softmax_scale, spec.causal))
+    if options is not None:
+        key = (*key, *_options_key(options))
     launch = _launches.get(key)
     if launch is None:
-        launch = _remember(key, _prepare(q, k, v, softmax_scale, spec.causal, spec))
-    return _run(launch, q, k, v, return_lse)
+        launch = _remember(key, _prepare(q, k, v, softmax_scale, spec.causal, spec, options))
+    return _run(launch, q, k, v, return_lse, options)
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool) -> tuple[Any, ...]:
@@ -117,6 +138,23 @@ def _key(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: b
     )  # fmt: skip
 
 
+def _options_key(options: Options) -> tuple[Any, ...]:
+    """The same of the options."""
+    mods = (options.score_mod, options.mask_mod, options.block_mask and options.block_mask.mask_mod)
+    tensors = [options.sink, options.qv]
+    for mod in mods:
+        tensors.extend(() if mod is None else mod.aux)
+    block_mask = options.block_mask
+    if block_mask is not None:
+        tensors += [block_mask.counts, block_mask.indices]
+    return (
+        *options[:4], options.pack_gqa, options.sm_margin,
+        *[mod and mod.cute for mod in mods],
+        block_mask and (block_mask.seqlen_q, block_mask.seqlen_k),
+        *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors],
+    )  # fmt: skip
+
+
 def _remember(key: Any, launch: _Launch) -> _Launch:
     if len(_launches) >= MAX_REMEMBERED:
         _launches.clear()
@@ -124,15 +162,19 @@ def _remember(key: Any, launch: _Launch) -> _Launch:
     return launch
 
 
-def _run(launch: _Launch, q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _run(
+    launch: _Launch, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, options: Options | None
+) -> tuple[Tensor, Tensor | None]:
     out = q.new_empty(launch.out_shape)
     lse = q.new_empty(launch.lse_shape, dtype=torch.float32) if return_lse else None
     function = launch.function
     if function is None:
-        # No key at all, or nothing to compute: a softmax over the empty set gives 0 and -inf.
+        # No key at all, or nothing to compute: a softmax over the empty set gives 0 and -inf, or the sink.
         out.zero_()
         if lse is not None:
             lse.fill_(-torch.inf)
+            if options is not None and options.sink is not None:
+                lse.copy_(options.sink[None, :, None])
         return out, lse
 
     copy_q, copy_k, copy_v = launch.copy
@@ -146,25 +188,72 @@ def _run(launch: _Launch, q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> 
     if copy_v or v_address % TMA_ALIGNMENT:
         v = v.clone(memory_format=torch.contiguous_format)
         v_address, copy_v = v.data_ptr(), True
-    arguments = launch.arguments
+    parts = launch.parts
     if (copy_q, copy_k, copy_v) != launch.copy:
         # The same shapes and strides at an unaligned address: the copies have strides of their own.
-        sizes, strides, rest = arguments[:7], list(arguments[7:19]), arguments[19:]
-        for place, tensor, copied in ((0, q, copy_q), (3, k, copy_k), (6, v, copy_v)):
-            if copied:
-                strides[place : place + 3] = _strides(tensor)
-        arguments = (*sizes, *strides, *rest)
+        strides = [_strides(x) if copied else None for x, copied in ((q, copy_q), (k, copy_k), (v, copy_v))]
+        parts = tuple((offset, _with_strides(arguments, strides)) for offset, arguments in parts)
 
-    addresses = (q_address, k_address, v_address, out.data_ptr(), 0 if lse is None else lse.data_ptr())
-    if _current_device() == launch.device:
-        _enqueue(function, addresses, launch.device, arguments)
-    else:
-        with torch.cuda.device(launch.device):
-            _enqueue(function, addresses, launch.device, arguments)
+    sink, extras = None, None
+    if options is not None:
+        sink, qv = _readable_sink(options.sink), options.qv
+        if qv is not None and (_must_copy(qv) or qv.data_ptr() % TMA_ALIGNMENT):
+            qv = qv.clone(memory_format=torch.contiguous_format)
+        extras = _extra_numbers(launch, qv, options)
+
+    out_address, lse_address = out.data_ptr(), 0 if lse is None else lse.data_ptr()
+    sink_address = 0 if sink is None else sink.data_ptr()
+    for offset, arguments in parts:
+        addresses = (q_address, k_address, v_address + offset, out_address + offset, lse_address, sink_address)
+        if _current_device() == launch.device:
+            _enqueue(function, addresses, launch.device, arguments, extras)
+        else:
+            with torch.cuda.device(launch.device):
+                _enqueue(function, addresses, launch.device, arguments, extras)
     return out, lse
 
 
-def _enqueue(function: Callable[..., Any], addresses: tuple[int, ...], device: int, arguments: tuple[Any, ...]) -> None:
+def _with_strides(arguments: tuple[Any, ...], strides: list[tuple[int, int, int] | None]) -> tuple[Any, ...]:
+    """The arguments with other strides of q, k and v, where there are others."""
+    changed = list(arguments)
+    for place, triple in zip((7, 10, 13), strides, strict=True):
+        if triple is not None:
+            changed[place : place + 3] = triple
+    return tuple(changed)
+
+
+def _readable_sink(sink: Tensor | None) -> Tensor | None:
+    """A sink that the kernel can read: contiguous, float32 or bf16."""
+    if sink is None:
+        return None
+    return (sink if sink.dtype in (torch.float32, torch.bfloat16) else sink.float()).contiguous()
+
+
+def _extra_numbers(launch: _Launch, qv: Tensor | None, options: Options) -> tuple[Any, ...] | None:
+    """The kernel's extra arguments, in the order of ``fa3.kernels.forward.extra_types``."""
+    numbers = [*launch.numbers]
+    if qv is not None:
+        numbers += [qv.data_ptr(), *_strides(qv)]
+    block_mask = options.block_mask
+    for mod in (options.score_mod, options.mask_mod if block_mask is None else block_mask.mask_mod):
+        for tensor in () if mod is None else mod.aux:
+            numbers += [tensor.data_ptr(), *tensor.shape]
+    if block_mask is not None:
+        batch, heads, query_blocks, key_blocks = block_mask.indices.shape
+        numbers += [
+            block_mask.counts.data_ptr(), block_mask.indices.data_ptr(),
+            heads * query_blocks if batch > 1 else 0, query_blocks if heads > 1 else 0, key_blocks,
+        ]  # fmt: skip
+    return tuple(numbers) or None
+
+
+def _enqueue(
+    function: Callable[..., Any],
+    addresses: tuple[int, ...],
+    device: int,
+    arguments: tuple[Any, ...],
+    extras: tuple[Any, ...] | None,
+) -> None:
     """Launch on the framework's current stream of the current device.
 
     The scheduler's counter is 0 between launches. Launches on one stream follow each other and share one. Those
@@ -175,7 +264,7 @@ def _enqueue(function: Callable[..., Any], addresses: tuple[int, ...], device: i
     raw = _current_stream(device)
     if raw == PER_THREAD_STREAM or _capturing():
         counter = torch.zeros(COUNTER_BYTES // 4, dtype=torch.int32, device=device)
-        function(*addresses, counter.data_ptr(), ctypes.c_void_p(raw), *arguments)
+        function(*addresses, counter.data_ptr(), ctypes.c_void_p(raw), *arguments, extras)
         return
     known = _streams.get((device, raw))
     if known is None:
@@ -183,14 +272,20 @@ def _enqueue(function: Callable[..., Any], addresses: tuple[int, ...], device: i
         if len(_streams) >= MAX_REMEMBERED:
             _streams.clear()
         known = _streams[device, raw] = (ctypes.c_void_p(raw), counter, counter.data_ptr())
-    function(*addresses, known[2], known[0], *arguments)
+    function(*addresses, known[2], known[0], *arguments, extras)
 
 
 def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, spec: ForwardSpec | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    spec: ForwardSpec | None,
+    options: Options | None,
 ) -> _Launch:
     """Check a call whose key is new, plan it, and load its kernel."""
-    problem = check_forward(q, k, v, softmax_scale, causal)
+    problem = check_forward(q, k, v, softmax_scale, causal, False, options)
     _check_limits(problem)
     out_shape = (problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v)
     lse_shape = (problem.batch, problem.heads_q, problem.seqlen_q)
@@ -206,9 +301,9 @@ def _prepare(
     if spec is None:
         planned = planning.plan(problem, facts)
         spec, order = planned.spec, planned.order
-    elif (spec.dtype, spec.head_dim, spec.head_dim_v) != (problem.dtype, problem.head_dim, problem.head_dim_v):
-        raise ValueError(f"spec {spec.name} cannot compute a problem with {problem}")
     else:
+        if not planning.computes(spec, problem):
+            raise ValueError(f"spec {spec.name} cannot compute a problem with {problem}")
         order = planning.order_of(problem, spec, facts)
     if problem.empty or problem.seqlen_k == 0:
         return _Launch(None, (), out_shape, lse_shape, (False, False, False), device)
@@ -224,22 +319,33 @@ def _prepare(
         for tensor, copied in zip((q, k, v), copies, strict=True)
         for stride in (_contiguous_strides(tensor.shape) if copied else _strides(tensor))
     ]
-    arguments = (
-        problem.batch,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.heads_q,
-        problem.heads_kv,
-        problem.head_dim,
-        problem.head_dim_v,
-        *strides,
-        *_contiguous_strides(out_shape),
-        problem.softmax_scale,
-        order.section,
-        order.levels,
-        order.blocks,
-    )
-    return _Launch(default_store().load(spec), arguments, out_shape, lse_shape, copies, device)
+    parts = []
+    for first in range(0, problem.head_dim_v, MAX_COLUMNS):
+        columns = min(MAX_COLUMNS, problem.head_dim_v - first)
+        arguments = (
+            problem.batch,
+            problem.seqlen_q,
+            problem.seqlen_k,
+            problem.heads_q,
+            problem.heads_kv,
+            problem.head_dim,
+            columns,
+            *strides,
+            *_contiguous_strides(out_shape),
+            problem.softmax_scale,
+            order.section,
+            order.levels,
+            order.blocks,
+            2 if options is not None and options.sink is not None and options.sink.dtype is torch.bfloat16 else 4,
+        )
+        parts.append((first * q.element_size(), arguments))
+    numbers: list[Any] = []
+    if spec.mask == "window":
+        left, right, chunk = problem.bounds
+        numbers += [left if left >= 0 else problem.seqlen_k, right if right >= 0 else problem.seqlen_q, chunk]
+    if spec.softcap:
+        numbers.append(problem.softcap)
+    return _Launch(default_store().load(spec), tuple(parts), out_shape, lse_shape, copies, device, tuple(numbers))
 
 
 def _check_limits(problem: Problem) -> None:
@@ -247,6 +353,11 @@ def _check_limits(problem: Problem) -> None:
         value = getattr(problem, name)
         if value > MAX_SEQLEN:
             raise ValueError(f"{name}={value}: the hopper backend takes at most {MAX_SEQLEN}")
+    if problem.mask == "window" and problem.seqlen_q + problem.seqlen_k > MAX_SEQLEN:
+        raise ValueError(
+            f"seqlen_q={problem.seqlen_q}, seqlen_k={problem.seqlen_k}: with a window or chunks the hopper backend "
+            f"takes at most {MAX_SEQLEN} together"
+        )
 
 
 def _strides(tensor: Tensor) -> tuple[int, int, int]:

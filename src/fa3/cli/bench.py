@@ -88,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``fa3 bench``."""
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--ablation", action="store_true", help="the switches of the schedule, off and on, at one cell")
+    kind.add_argument("--sweep", action="store_true", help="all candidate tiles, for the tile tables; needs preset sweep")
     kind.add_argument("--host", action="store_true", help="host time of a call, at a tiny shape")
     parser.add_argument("--cells", help="D-MASK-SEQLEN,... instead of the grid, e.g. 128-full-16384,64-causal-4096")
     parser.add_argument("--head-dims", help="head dims of the grid, with commas")
@@ -271,8 +272,9 @@ def run(args: argparse.Namespace) -> int:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dtype = args.dtype or ("bf16" if on_gpu else "fp32")
-    if args.ablation and not on_gpu:
-        raise ValueError("--ablation runs the kernel's schedules: it needs a Hopper GPU")
+    for option in ("ablation", "sweep"):
+        if getattr(args, option) and not on_gpu:
+            raise ValueError(f"--{option} runs kernels of its own choice: it needs a Hopper GPU")
     cells = _choose_cells(args, on_gpu)
     if args.json:
         check_output("--json", args.json)
@@ -283,6 +285,8 @@ def run(args: argparse.Namespace) -> int:
     impls, missing = peers.find(device, tuple(args.impls.split(",")) if args.impls else None)
     sensors = Sensors(device)
     result = {"kind": _kind(args), **facts(device, sensors, impls, missing, args.commit)}
+    if args.sweep:
+        return _run_sweep(args, result, device, sensors, begin)
     with torch.inference_mode():
         if args.host:
             result["rows"] = measure_host(impls, dtype, device, result["notes"])
@@ -318,7 +322,32 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result["rows"] else 1
 
 
+def _run_sweep(
+    args: argparse.Namespace, result: dict[str, Any], device: torch.device, sensors: Sensors, begin: float
+) -> int:
+    """``fa3 bench --sweep``: one line a shape, the fastest tiles first."""
+    from fa3.cli.sweep import sweep
+    from fa3.tiles import CANDIDATES
+
+    dtype = args.dtype or "bf16"
+    dims = parse_integers("--head-dims", args.head_dims) if args.head_dims else None
+    kinds = tuple(kind for kind in CANDIDATES if dims is None or kind[0] in dims)
+    for row in sweep(device, DTYPES[dtype], dtype, kinds, sensors):
+        result["rows"].append(row)
+        shape = " ".join(f"{name}={row[name]}" for name in ("d", "dv", "mask", "b", "s", "h"))
+        # forward_bf16_d64_full_256x64x4_wpot8: the tiles are the last part but one.
+        times = "  ".join(f"{name.split('_')[-2]} {us:.1f}" for name, us in row["microseconds"].items())
+        print(f"{shape}: {times} us", flush=True)
+        if time.perf_counter() - begin > args.limit:
+            result["notes"].append(f"stopped after {args.limit:g} s")
+            break
+    _write(result, args.json)
+    return 0 if result["rows"] else 1
+
+
 def _kind(args: argparse.Namespace) -> str:
+    if args.sweep:
+        return "sweep"
     return "host" if args.host else "ablation" if args.ablation else "speed"
 
 
