@@ -124,10 +124,12 @@ def test_a_dynamic_graph_complains_about_bad_sizes():
 
 
 BAD_OPTIONS = [
-    ("softcap", 3.0, NotImplementedError),
+    ("q_descale", 1.0, NotImplementedError),
     ("softcap", -1.0, ValueError),
     ("num_splits", 3, NotImplementedError),
-    ("attention_chunk", 4, NotImplementedError),
+    ("attention_chunk", -4, ValueError),
+    ("sink", "1", TypeError),
+    ("score_mod", abs, TypeError),
     ("softmax_scale", True, TypeError),
     ("softmax_scale", "1", TypeError),
     ("softmax_scale", -1.0, ValueError),

@@ -9,13 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from fa3 import ops
 from fa3.backends import forward_for
+from fa3.mods import BlockMask, MaskMod, ScoreMod
+from fa3.options import Options
 from fa3.problem import check_bool, check_softmax_scale, check_tensors, named
 
 _OPEN_WINDOW = (-1, -1)
 _NO_SOFTCAP = 0.0
+#: What operators carry as an int.
+_LARGEST_INT = 2**63 - 1
 _ZERO, _ONE, _MINUS_ONE = 0, 1, -1
 
 # Bound once: an attribute lookup is 20 ns, and the whole Python side of a call has about two microseconds.
@@ -33,11 +38,11 @@ def _check_int(name: str, value: object, least: int, allowed: str) -> int:
         raise TypeError(f"{named(name, value)}: must be an int, not {type(value).__name__}")
     if value < least:
         raise ValueError(f"{named(name, value)}: allowed are {allowed}")
-    return int(value)
+    # What is larger means the same: no sequence is so long, and no GPU so wide.
+    return min(int(value), _LARGEST_INT)
 
 
-def _check_window(window_size: object, causal: bool) -> bool:
-    """Whether the window amounts to the causal mask (True) or to none (False)."""
+def _check_window(window_size: object) -> tuple[int, int]:
     pair = "a pair (left, right) of ints, -1 for an open side"
     if not isinstance(window_size, (tuple, list)):
         raise TypeError(f"{named('window_size', window_size)}: must be {pair}, not {type(window_size).__name__}")
@@ -45,48 +50,96 @@ def _check_window(window_size: object, causal: bool) -> bool:
         raise ValueError(f"{named('window_size', window_size)}: must be {pair}")
     left = _check_int("window_size[0]", window_size[0], -1, "-1 (open) and up")
     right = _check_int("window_size[1]", window_size[1], -1, "-1 (open) and up")
-    if left == -1 and (causal or right in (-1, 0)):
-        return causal or right == 0
-    raise NotImplementedError(
-        f"{named('window_size', (left, right))} is not built yet: allowed are (-1, -1) and, for the causal mask, "
-        "(-1, 0)"
-    )
+    return left, right
 
 
 def _is_open(*window_size: object) -> bool:
     return len(window_size) == 2 and window_size[0] is _MINUS_ONE and window_size[1] is _MINUS_ONE
 
 
-def _check_options(causal: bool, options: dict[str, Any]) -> bool:
-    """Accept hints, refuse what would change the result and is not built; returns the causal flag in force.
+def _check_options(causal: bool, given: dict[str, Any]) -> tuple[bool, Options | None]:
+    """Check the kinds of all arguments but q, k, v and the scale; returns the causal flag in force and the options.
 
-    Numbers may be of any type that registers as one (numbers.Real, numbers.Integral: NumPy's do), flags are bools.
+    The options are ``None`` where they come to nothing. Numbers may be of any type that registers as one
+    (numbers.Real, numbers.Integral: NumPy's do), flags are bools.
     """
-    for name in ("qv", "q_descale", "k_descale", "v_descale"):
-        if options[name] is not None:
+    for name in ("q_descale", "k_descale", "v_descale"):
+        if given[name] is not None:
             raise NotImplementedError(f"{name} is not built yet: leave it None")
     check_bool("causal", causal)
     for name in ("deterministic", "return_attn_probs", "return_lse"):
-        check_bool(name, options[name])
-    if options["pack_gqa"] is not None:
-        check_bool("pack_gqa", options["pack_gqa"])
-    causal = _check_window(options["window_size"], causal)
-    chunk = options["attention_chunk"]
-    if _check_int("attention_chunk", chunk, 0, "0 (none) and up"):
-        raise NotImplementedError(f"{named('attention_chunk', chunk)} is not built yet: leave it 0")
-    softcap = options["softcap"]
+        check_bool(name, given[name])
+    if given["pack_gqa"] is not None:
+        check_bool("pack_gqa", given["pack_gqa"])
+    left, right = _check_window(given["window_size"])
+    # One way to say each mask: with 0 on the right it is causal, and then says nothing of the right.
+    causal = causal or right == 0
+    softcap = given["softcap"]
     if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
         raise TypeError(f"{named('softcap', softcap)}: must be a float, not {type(softcap).__name__}")
     # Comparisons and no math.isfinite: torch.compile may trace the number as a symbol.
     if not 0.0 <= softcap < math.inf:  # type: ignore[operator]
         raise ValueError(f"{named('softcap', softcap)}: must be finite and at least 0 (none)")
-    if softcap > 0.0:  # type: ignore[operator]
-        raise NotImplementedError(f"{named('softcap', softcap)} is not built yet: leave it 0.0")
-    splits = options["num_splits"]
+    splits = given["num_splits"]
     if _check_int("num_splits", splits, 0, "0 (automatic) and 1") > 1:
         raise NotImplementedError(f"{named('num_splits', splits)} is not built yet: allowed are 0 and 1")
-    _check_int("sm_margin", options["sm_margin"], 0, "0 and up")
-    return causal
+    if given["block_mask"] is not None and given["mask_mod"] is not None:
+        raise ValueError("block_mask and mask_mod are both given: a block mask has a mask_mod of its own")
+    if given["sink"] is not None and given["s_aux"] is not None:
+        raise TypeError("sink and s_aux are both given: they are two names of one argument")
+    for name in ("qv", "s_aux", "sink"):
+        if given[name] is not None:
+            check_tensors(**{name: given[name]})
+    for name, kind in (("score_mod", ScoreMod), ("mask_mod", MaskMod), ("block_mask", BlockMask)):
+        if given[name] is not None and not isinstance(given[name], kind):
+            raise TypeError(f"{name} must be a fa3.{kind.__name__} or None, not {type(given[name]).__name__}")
+    options = Options(
+        window_left=left,
+        window_right=-1 if causal else right,
+        attention_chunk=_check_int("attention_chunk", given["attention_chunk"], 0, "0 (none) and up"),
+        softcap=float(softcap),
+        sink=given["sink"] if given["s_aux"] is None else given["s_aux"],
+        qv=given["qv"],
+        pack_gqa=given["pack_gqa"],
+        sm_margin=_check_int("sm_margin", given["sm_margin"], 0, "0 and up"),
+        score_mod=given["score_mod"],
+        mask_mod=given["mask_mod"],
+        block_mask=given["block_mask"],
+    )
+    return causal, None if _says_nothing(options) else options
+
+
+def _says_nothing(options: Options) -> bool:
+    return (
+        (options.window_left, options.window_right, options.attention_chunk, options.softcap, options.sm_margin)
+        == (-1, -1, 0, 0.0, 0)
+        and options.pack_gqa is None
+        and options.sink is None
+        and options.qv is None
+        and options.score_mod is None
+        and options.mask_mod is None
+        and options.block_mask is None
+    )
+
+
+def _are_plain(options: Options) -> bool:
+    """What is asked of q, k and v below, of the tensors among the options: a backend may read them as they are.
+
+    Parameters pass, unlike for q, k and v: a sink mostly is one.
+    """
+    tensors: tuple[Tensor | None, ...] = (options.sink, options.qv)
+    mask_mod = options.mask_mod
+    if options.block_mask is not None:
+        tensors += (options.block_mask.counts, options.block_mask.indices)
+        mask_mod = options.block_mask.mask_mod
+    for mod in (options.score_mod, mask_mod):
+        if mod is not None:
+            tensors += mod.aux
+    recording = _is_grad_enabled()
+    return all(
+        x is None or (type(x) in (Tensor, Parameter) and not (recording and x.requires_grad) and not x.is_neg())
+        for x in tensors
+    )
 
 
 def flash_attn_func(
@@ -108,32 +161,52 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     return_lse: bool = False,
+    s_aux: Tensor | None = None,
+    sink: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    block_mask: BlockMask | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(softmax_scale * q k^T + mask) v``, for each batch element and head.
 
     Query heads that share a K/V head are consecutive: query head h reads K/V head ``h // (heads_q // heads_kv)``.
-    A query that sees no key has out 0 and LSE -inf.
+    Query i sits at key position ``p = i + seqlen_k - seqlen_q``: masks are aligned bottom-right. A query that sees no
+    key has out 0 and LSE -inf, with a sink the LSE is the sink.
+
+    A score is ``softmax_scale * (q · k + qv · v)``; then comes softcap, then score_mod, and then the masks, all of
+    them, hide keys.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), fp16 or bf16 (tiled backend: fp32 and fp64 too). The last stride
             is 1, all others are free; the hopper and sdpa backends copy once what is not aligned to 16 bytes.
         k: (batch, seqlen_k, heads_kv, head_dim); heads_kv divides heads_q.
         v: (batch, seqlen_k, heads_kv, head_dim_v).
-        softmax_scale: default ``head_dim ** -0.5``.
-        causal: aligned bottom-right: query i sees key j when ``j <= i + seqlen_k - seqlen_q``.
-        qv, q_descale, k_descale, v_descale: not built yet, must be None.
-        window_size: (left, right), -1 for an open side. Built are (-1, -1) and (-1, 0), which is the causal mask.
-        attention_chunk: not built yet, must be 0.
-        softcap: not built yet, must be 0.0.
+        softmax_scale: default ``head_dim ** -0.5``, with qv ``(head_dim + head_dim_v) ** -0.5``.
+        causal: query i sees key j when ``j <= p``.
+        qv: (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q, last stride 1: adds ``qv · v`` to ``q · k``.
+        q_descale, k_descale, v_descale: not built yet, must be None.
+        window_size: (left, right): query i sees keys ``p - left <= j <= p + right``; -1 is an open side, and
+            ``causal`` makes the right one 0.
+        attention_chunk: if positive, query i sees only keys of its chunk, of so many from
+            ``attention_chunk * floor(p / attention_chunk)`` on.
+        softcap: if positive, scaled scores s become ``softcap * tanh(s / softcap)``.
         num_splits: 0 or 1; a hint that changes no result.
-        pack_gqa, deterministic, sm_margin: hints, accepted; results are deterministic in any case.
+        pack_gqa, deterministic, sm_margin: hints; results are deterministic in any case. ``pack_gqa`` says whether
+            query heads that share a K/V head share tiles, ``sm_margin`` how many multiprocessors to leave free.
         return_attn_probs: the older name of ``return_lse``.
         return_lse: return (out, lse) in place of out.
+        sink, s_aux: two names of one argument: (heads_q,), fp32, bf16 or fp16 (fp64 too beside fp64), one more logit a
+            head that has no value; it enters the normaliser and the LSE.
+        score_mod: a `fa3.ScoreMod` changes each score, by batch, query head, and indices of query and key.
+        mask_mod: a `fa3.MaskMod` hides keys beside those that the other masks hide.
+        block_mask: a `fa3.BlockMask` hides keys by the mask_mod that it was made from, and spares the blocks where it
+            hides all. It goes with no mask_mod, causal, window_size or attention_chunk beside it.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q, contiguous; with ``return_lse`` also lse
         (batch, heads_q, seqlen_q), float32 (float64 for fp64 inputs): the natural log of the sum of exponentials
-        of each row's scaled scores. Both are differentiable where the tiled backend computes.
+        of each row's scores. Both are differentiable where the tiled backend computes, by q, k, v, sink and qv, but
+        not yet with score_mod, mask_mod or block_mask.
 
     Raises:
         TypeError, ValueError: an argument is bad; the message says which, what was given and what is allowed.
@@ -141,7 +214,8 @@ def flash_attn_func(
         FA3Error: the backend cannot run here.
     """
     # Identities: they are cheaper than equality, and true of no array, float or bool that only equals the number.
-    # What fails them is looked at closely, and may still be legal.
+    # What fails them is looked at closely, and may still come to nothing.
+    options = None
     if not (
         (causal is False or causal is True)
         and qv is None
@@ -152,13 +226,18 @@ def flash_attn_func(
         and attention_chunk is _ZERO
         and (softcap is _NO_SOFTCAP or (type(softcap) is float and softcap == 0.0))
         and (num_splits is _ONE or num_splits is _ZERO)
-        and (pack_gqa is None or pack_gqa is False or pack_gqa is True)
+        and pack_gqa is None
         and (deterministic is False or deterministic is True)
         and sm_margin is _ZERO
         and (return_attn_probs is False or return_attn_probs is True)
         and (return_lse is False or return_lse is True)
+        and s_aux is None
+        and sink is None
+        and score_mod is None
+        and mask_mod is None
+        and block_mask is None
     ):
-        causal = _check_options(
+        causal, options = _check_options(
             causal,
             {
                 "qv": qv,
@@ -174,6 +253,11 @@ def flash_attn_func(
                 "sm_margin": sm_margin,
                 "return_attn_probs": return_attn_probs,
                 "return_lse": return_lse,
+                "s_aux": s_aux,
+                "sink": sink,
+                "score_mod": score_mod,
+                "mask_mod": mask_mod,
+                "block_mask": block_mask,
             },
         )
     with_lse = return_lse or return_attn_probs
@@ -196,9 +280,13 @@ def flash_attn_func(
         and not _is_jit_tracing()
         and _functorch_transform() is None
         and forward_ad._current_level < 0
+        and (options is None or _are_plain(options))
     ):
         try:
-            out, lse = forward_for(q)(q, k, v, softmax_scale, causal, with_lse)
+            if options is None:
+                out, lse = forward_for(q)(q, k, v, softmax_scale, causal, with_lse)
+            else:
+                out, lse = forward_for(q)(q, k, v, softmax_scale, causal, with_lse, options)
         except RuntimeError:
             # Nested and sparse tensors refuse to tell shape or strides before any check has seen them.
             check_tensors(q=q, k=k, v=v)
@@ -208,6 +296,4 @@ def flash_attn_func(
     check_tensors(q=q, k=k, v=v)
     if softmax_scale is not None:
         check_softmax_scale(softmax_scale)
-    if with_lse:
-        return ops.forward_lse(q, k, v, softmax_scale, causal)
-    return ops.forward(q, k, v, softmax_scale, causal)
+    return ops.attend(q, k, v, softmax_scale, causal, with_lse, options)

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from fa3.mods import AUX_DTYPES, BlockMask, MaskMod, ScoreMod, check_sizes
+from fa3.options import Options
 
 #: fa3's names of the element types that the API takes.
 DTYPE_NAMES = {
@@ -28,6 +33,10 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 # The smallest float32 above 0, and half of the largest: the kernels multiply the scale by log2(e).
 _MIN_SCALE_FLOAT32 = 2.0**-149
 _MAX_SCALE_FLOAT32 = torch.finfo(torch.float32).max / 2
+# They also divide by softcap, so its inverse must not overflow.
+_MIN_SOFTCAP_FLOAT32 = torch.finfo(torch.float32).tiny
+
+_SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def max_head_dim_v(head_dim: int) -> int:
@@ -38,6 +47,10 @@ def max_head_dim_v(head_dim: int) -> int:
 def default_softmax_scale(head_dim: int) -> float:
     """``1 / sqrt(head_dim)``, what ``softmax_scale=None`` means."""
     return float(head_dim**-0.5)
+
+
+# Window and chunk of a call without either.
+_OPEN = (-1, -1, 0)
 
 
 @dataclass(frozen=True)
@@ -124,7 +137,12 @@ class Problem:
                 raise ValueError(f"{field}={getattr(self, field)}: allowed are {least} and up")
         if not 0.0 <= self.softcap < math.inf:
             raise ValueError(f"softcap={self.softcap}: must be finite and at least 0 (none)")
-        if self.block_sparse and (self.mask != "blocks"):
+        if self.dtype != "fp64" and self.softcap and not _MIN_SOFTCAP_FLOAT32 <= self.softcap <= _MAX_SCALE_FLOAT32:
+            raise ValueError(
+                f"softcap={self.softcap}: must be 0 (none) or from {_MIN_SOFTCAP_FLOAT32:.2g} to "
+                f"{_MAX_SCALE_FLOAT32:.2g}, since {self.dtype} inputs are computed in float32"
+            )
+        if self.block_sparse and (self.causal or (self.window_left, self.window_right, self.attention_chunk) != _OPEN):
             raise ValueError(
                 "block_mask goes with no causal, window_size or attention_chunk: it was made for its mask_mod alone; "
                 "put them into the mask_mod"
@@ -132,13 +150,16 @@ class Problem:
 
     @property
     def bounds(self) -> tuple[int, int, int]:
-        """(left, right, chunk) of the mask, each -1 (0 for the chunk) where it hides nothing from any query."""
+        """(left, right, chunk) of the mask, each -1 (0 for the chunk) where it hides nothing from any query.
+
+        None is above the sum of the lengths, whatever the call asked for.
+        """
         left = -1 if self.window_left >= self.seqlen_k - 1 else self.window_left
         right = 0 if self.causal else self.window_right
         right = -1 if right >= self.seqlen_q - 1 else right
         # A query before the first key has a chunk without keys, however long chunks are.
         chunk = 0 if self.attention_chunk >= self.seqlen_k >= self.seqlen_q else self.attention_chunk
-        return left, right, chunk
+        return left, right, min(chunk, self.seqlen_q + self.seqlen_k)
 
     @property
     def mask(self) -> str:
@@ -223,7 +244,7 @@ def check_tensors(**tensors: object) -> None:
             raise ValueError(f"{name} has layout {value.layout}: must be a dense (torch.strided) tensor")
 
 
-def check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_kinds(q: Tensor, k: Tensor, v: Tensor, options: Options | None = None) -> None:
     """Check everything of the tensors but their sizes and strides. Errors as `check_forward`."""
     check_tensors(q=q, k=k, v=v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -232,12 +253,59 @@ def check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} has {tensor.dim()} dims, shape {tuple(tensor.shape)}: must be (batch, seqlen, heads, head_dim)"
             )
         if tensor.dtype not in DTYPE_NAMES:
-            allowed = ", ".join(str(dtype) for dtype in DTYPE_NAMES)
-            raise TypeError(f"{name} has dtype {tensor.dtype}: allowed are {allowed}")
+            raise TypeError(f"{name} has dtype {tensor.dtype}: allowed are {_listed(DTYPE_NAMES)}")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}: must be the same")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v are on devices {q.device}, {k.device} and {v.device}: must be the same")
+    if options is not None:
+        _check_option_kinds(q, options)
+
+
+def _check_option_kinds(q: Tensor, options: Options) -> None:
+    """What `check_kinds` checks, of the tensors among the options."""
+    sink, qv, block_mask = options.sink, options.qv, options.block_mask
+    if sink is not None:
+        check_tensors(sink=sink)
+        # float64 has no use but beside float64.
+        allowed = _SINK_DTYPES if q.dtype is not torch.float64 else (*_SINK_DTYPES, torch.float64)
+        if sink.dtype not in allowed:
+            raise TypeError(f"sink has dtype {sink.dtype}: allowed are {_listed(allowed)}")
+        _check_device("sink", sink, q)
+    if qv is not None:
+        check_tensors(qv=qv)
+        if qv.dtype != q.dtype:
+            raise TypeError(f"qv has dtype {qv.dtype}, q {q.dtype}: must be the same")
+        _check_device("qv", qv, q)
+    if block_mask is not None:
+        if options.mask_mod is not None:
+            raise ValueError("block_mask and mask_mod are both given: a block mask has a mask_mod of its own")
+        _check_device("block_mask", block_mask.counts, q)
+    for name, mod in (("score_mod", options.score_mod), ("mask_mod", options.mask_mod)):
+        for i, tensor in enumerate(() if mod is None else mod.aux):
+            _check_device(f"{name}.aux[{i}]", tensor, q)
+
+
+def _listed(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(dtype) for dtype in dtypes)
+
+
+def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.device != q.device:
+        raise ValueError(f"{name} is on device {tensor.device}, q on {q.device}: must be the same")
+
+
+def _check_strides(name: str, tensor: Tensor) -> None:
+    if tensor.numel() and tensor.stride(3) != 1:
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}: the last must be 1, the others are free "
+            f"({name}.contiguous() makes such a copy)"
+        )
+
+
+def _check_shape(name: str, tensor: Tensor, dims: str, expected: tuple[int, ...]) -> None:
+    if tensor.shape != expected:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: must be {dims} = {expected}")
 
 
 def check_forward(
@@ -247,6 +315,7 @@ def check_forward(
     softmax_scale: float | None = None,
     causal: bool = False,
     return_lse: bool = False,
+    options: Options | None = None,
 ) -> Problem:
     """Check the tensors of a forward call against each other and describe them.
 
@@ -254,15 +323,18 @@ def check_forward(
         q: (batch, seqlen_q, heads_q, head_dim), last stride 1, other strides free.
         k: (batch, seqlen_k, heads_kv, head_dim), same dtype and device as q.
         v: (batch, seqlen_k, heads_kv, head_dim_v), same dtype and device as q.
-        softmax_scale: ``None`` means ``head_dim ** -0.5``.
+        softmax_scale: ``None`` means ``head_dim ** -0.5``, with qv ``(head_dim + head_dim_v) ** -0.5``.
         causal: bottom-right aligned causal mask.
         return_lse: the caller also wants the log-sum-exp.
+        options: whatever else is asked for, ``None`` for nothing. Its sink is (heads_q,), fp32, bf16 or fp16 (fp64 too
+            beside fp64); its qv (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q, last stride 1; both, and
+            all that modifications and block masks hold, on the device of q.
 
     Raises:
         TypeError: not a tensor, an unsupported dtype, or a mix of dtypes.
-        ValueError: rank, sizes, strides, devices or scale do not fit; the message says which and what does.
+        ValueError: rank, sizes, strides, devices, scale or options do not fit; the message says which and what does.
     """
-    check_kinds(q, k, v)
+    check_kinds(q, k, v, options)
     batch, seqlen_q, heads_q, head_dim = q.shape
     _, seqlen_k, heads_kv, head_dim_v = v.shape
     if not batch == k.shape[0] == v.shape[0]:
@@ -276,12 +348,16 @@ def check_forward(
     if k.shape[3] != head_dim:
         raise ValueError(f"q and k have head dims (dim 3) {head_dim} and {k.shape[3]}: must be the same")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.numel() and tensor.stride(3) != 1:
-            raise ValueError(
-                f"{name} has strides {tensor.stride()}: the last must be 1, the others are free "
-                f"({name}.contiguous() makes such a copy)"
-            )
-    scale = default_softmax_scale(max(head_dim, 1)) if softmax_scale is None else check_softmax_scale(softmax_scale)
+        _check_strides(name, tensor)
+    score_columns = head_dim
+    fields: dict[str, Any] = {}
+    if options is not None:
+        fields = _describe_options(options, (batch, seqlen_q, heads_q, head_dim_v), seqlen_k)
+        score_columns += head_dim_v if options.qv is not None else 0
+    if softmax_scale is None:
+        scale = default_softmax_scale(max(score_columns, 1))
+    else:
+        scale = check_softmax_scale(softmax_scale)
     return Problem(
         batch=batch,
         seqlen_q=seqlen_q,
@@ -294,4 +370,58 @@ def check_forward(
         softmax_scale=scale,
         causal=bool(causal),
         return_lse=bool(return_lse),
+        **fields,
     )
+
+
+def _describe_options(options: Options, out_shape: tuple[int, int, int, int], seqlen_k: int) -> dict[str, Any]:
+    """Check options against the sizes of the call; returns the fields of the `Problem` that describe them."""
+    batch, seqlen_q, heads_q, _ = out_shape
+    if options.sink is not None:
+        _check_shape("sink", options.sink, "(heads_q,)", (heads_q,))
+    if options.qv is not None:
+        _check_shape("qv", options.qv, "(batch, seqlen_q, heads_q, head_dim_v)", out_shape)
+        _check_strides("qv", options.qv)
+    block_mask = options.block_mask
+    if block_mask is not None:
+        _check_block_mask(block_mask, batch, heads_q, seqlen_q, seqlen_k)
+    score_mod = options.score_mod
+    mask_mod = options.mask_mod if block_mask is None else block_mask.mask_mod
+    for mod in (score_mod, mask_mod):
+        if mod is not None:
+            check_sizes(mod, batch, heads_q, seqlen_q, seqlen_k)
+    return {
+        "window_left": options.window_left,
+        "window_right": options.window_right,
+        "attention_chunk": options.attention_chunk,
+        "softcap": options.softcap,
+        "sink": options.sink is not None,
+        "qv": options.qv is not None,
+        "pack_gqa": options.pack_gqa,
+        "sm_margin": options.sm_margin,
+        "score_mod": "" if score_mod is None else score_mod.cute,
+        "mask_mod": "" if mask_mod is None else mask_mod.cute,
+        "score_aux": _aux_codes(score_mod),
+        "mask_aux": _aux_codes(mask_mod),
+        "block_sparse": block_mask is not None,
+    }
+
+
+def _check_block_mask(block_mask: BlockMask, batch: int, heads_q: int, seqlen_q: int, seqlen_k: int) -> None:
+    lengths = (block_mask.seqlen_q, block_mask.seqlen_k)
+    if lengths != (seqlen_q, seqlen_k):
+        raise ValueError(
+            f"block_mask was made for seqlen_q={lengths[0]} and seqlen_k={lengths[1]}, the call has {seqlen_q} and "
+            f"{seqlen_k}: must be the same"
+        )
+    sizes = tuple(block_mask.counts.shape[:2])
+    if sizes[0] not in (1, batch) or sizes[1] not in (1, heads_q):
+        raise ValueError(
+            f"block_mask was made for batch {sizes[0]} and {sizes[1]} heads: allowed are 1 or {batch}, and 1 or "
+            f"{heads_q}, as the call has"
+        )
+
+
+def _aux_codes(mod: ScoreMod | MaskMod | None) -> tuple[str, ...]:
+    """Dtype letter and dims of each tensor that a modification reads, e.g. ``("f1", "i2")``."""
+    return () if mod is None else tuple(f"{AUX_DTYPES[tensor.dtype]}{tensor.dim()}" for tensor in mod.aux)

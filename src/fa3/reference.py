@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fa3.mods import MaskMod, ScoreMod, check_sizes
 from fa3.problem import check_bool, check_softmax_scale, check_tensors
 
 #: Score elements (8 bytes each, a few of them alive at once) computed in one step.
@@ -41,6 +42,16 @@ def visible_keys(
     return visible
 
 
+def _twin(mod: ScoreMod | MaskMod, *arguments: Tensor) -> Tensor:
+    """What the PyTorch twin of a modification answers, its own tensors in float64 too."""
+    answer = mod.torch(*arguments, *(x.double() if x.is_floating_point() else x for x in mod.aux))
+    if not isinstance(answer, Tensor) or (answer.dtype is torch.bool) is not isinstance(mod, MaskMod):
+        answered = answer.dtype if isinstance(answer, Tensor) else type(answer).__name__
+        wanted = "a bool tensor" if isinstance(mod, MaskMod) else "a tensor of scores"
+        raise TypeError(f"the PyTorch twin of {mod.cute} answered {answered}: must be {wanted}")
+    return answer
+
+
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -50,14 +61,24 @@ def _attend(
     visible: Tensor,
     softmax_scale: float,
     softcap: float,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    index: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor]:
-    """q (heads, rows, d), k (heads, keys, d), v (heads, keys, dv), sink (heads,) -> out (heads, rows, dv), lse."""
+    """q (heads, rows, d), k (heads, keys, d), v (heads, keys, dv), sink (heads,) -> out (heads, rows, dv), lse.
+
+    ``index``: the numbers of the sequence, heads, queries and keys, each in its dim of (1, heads, rows, keys).
+    """
     scores = q @ k.mT
     if qv is not None:
         scores = scores + qv @ v.mT
     scores = scores * softmax_scale
     if softcap > 0.0:
         scores = softcap * torch.tanh(scores / softcap)
+    if score_mod is not None:
+        scores = _twin(score_mod, scores[None], *index).double().expand(1, *scores.shape)[0]
+    if mask_mod is not None:
+        visible = visible & _twin(mask_mod, *index).expand(1, *scores.shape)[0]
     scores = scores.masked_fill(~visible, -torch.inf)
     logits = scores
     if sink is not None:
@@ -80,6 +101,8 @@ def reference(
     softcap: float = 0.0,
     sink: Tensor | None = None,
     qv: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``softmax(scale * q k^T + mask) v`` in float64 on the device of q, differentiable by autograd.
 
@@ -95,6 +118,8 @@ def reference(
         softcap: if positive, scaled scores s become ``softcap * tanh(s / softcap)``.
         sink: (heads_q,): one more logit a head that has no value; it enters the normaliser and the LSE.
         qv: (batch, seqlen_q, heads_q, head_dim_v): adds ``qv · v`` to ``q · k`` before scaling.
+        score_mod: changes the scaled and capped score by its PyTorch twin, in float64.
+        mask_mod: hides keys beside those that the other masks hide; that of a block mask is its ``mask_mod``.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) and lse (batch, heads_q, seqlen_q), both float64. LSE is the
@@ -102,7 +127,8 @@ def reference(
         (with a sink: LSE = sink).
 
     Raises:
-        TypeError: not a tensor, not a float dtype, a scale that is no number, or a causal that is no bool.
+        TypeError: not a tensor, not a float dtype, a scale that is no number, a causal that is no bool, no `ScoreMod`
+            or `MaskMod`, or a twin of one that answers no such thing.
         ValueError: shapes or devices do not fit, a scale that is not finite and positive, a window below -1, or a
             negative chunk or softcap.
     """
@@ -117,6 +143,9 @@ def reference(
     if softmax_scale is not None:
         softmax_scale = check_softmax_scale(softmax_scale)
     check_bool("causal", causal)
+    for name, mod, kind in (("score_mod", score_mod, ScoreMod), ("mask_mod", mask_mod, MaskMod)):
+        if mod is not None and not isinstance(mod, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, not {type(mod).__name__}")
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dims: each must have 4")
     batch, seqlen_q, heads_q, head_dim = q.shape
@@ -135,6 +164,9 @@ def reference(
     if qv is not None and tuple(qv.shape) != (batch, seqlen_q, heads_q, head_dim_v):
         expected = (batch, seqlen_q, heads_q, head_dim_v)
         raise ValueError(f"qv has shape {tuple(qv.shape)}: must be (batch, seqlen_q, heads_q, head_dim_v) = {expected}")
+    for mod in (score_mod, mask_mod):
+        if mod is not None:
+            check_sizes(mod, batch, heads_q, seqlen_q, seqlen_k)
     if softmax_scale is None:
         softmax_scale = float((head_dim + (0 if qv is None else head_dim_v)) ** -0.5)
 
@@ -145,6 +177,7 @@ def reference(
     heads_per_step = max(1, min(heads_q, _SCORES_PER_STEP // max(1, seqlen_q * seqlen_k)))
     rows_per_step = max(1, min(seqlen_q, _SCORES_PER_STEP // max(1, heads_per_step * seqlen_k)))
     kv_head = torch.arange(heads_q, device=q.device) // (heads_q // heads_kv)
+    numbers = [torch.arange(size, device=q.device) for size in (batch, heads_q, seqlen_q, seqlen_k)]
 
     outs, lses = [], []
     for b in range(batch):
@@ -165,6 +198,14 @@ def reference(
                     visible[rows],
                     softmax_scale,
                     softcap,
+                    score_mod,
+                    mask_mod,
+                    (
+                        numbers[0][b].view(1, 1, 1, 1),
+                        numbers[1][heads].view(1, -1, 1, 1),
+                        numbers[2][rows].view(1, 1, -1, 1),
+                        numbers[3].view(1, 1, 1, -1),
+                    ),
                 )
                 row_outs.append(out)
                 row_lses.append(lse)

@@ -14,18 +14,33 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fa3.errors import BackendError
+from fa3.options import Options
 from fa3.problem import Problem
 
 NAMES = ("hopper", "sdpa", "tiled")
 
-#: (q, k, v, softmax_scale, causal, return_lse) -> (out, lse or None)
-Forward = Callable[[Tensor, Tensor, Tensor, "float | None", bool, bool], "tuple[Tensor, Tensor | None]"]
+
+class Forward(Protocol):
+    """What a backend is called by; ``options`` is ``None`` for a plain call, and then not passed at all."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float | None,
+        causal: bool,
+        return_lse: bool,
+        options: Options | None = None,
+        /,
+    ) -> tuple[Tensor, Tensor | None]: ...
+
 
 _VARIABLE = "FA3_BACKEND"
 

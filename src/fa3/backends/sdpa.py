@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fa3 import backends
 from fa3.backends import tiled
+from fa3.options import Options
 from fa3.problem import Problem, check_forward
 
 #: Grid dimensions y and z of the kernel hold batch and heads.
@@ -26,7 +27,15 @@ def why_not(problem: Problem) -> str | None:
         return f"head_dim {problem.head_dim} beside head_dim_v {problem.head_dim_v}"
     if max(problem.batch, problem.heads_q) > _MAX_GRID:
         return f"batch {problem.batch} and {problem.heads_q} heads: at most {_MAX_GRID} of each"
-    return None
+    options = {
+        "window_size or attention_chunk": problem.mask == "window",
+        f"softcap {problem.softcap}": problem.softcap > 0.0,
+        "a sink": problem.sink,
+        "qv": problem.qv,
+        "score_mod": bool(problem.score_mod),
+        "block_mask" if problem.block_sparse else "mask_mod": bool(problem.mask_mod),
+    }
+    return next((name for name, asked in options.items() if asked), None)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -45,6 +54,7 @@ def forward(
     softmax_scale: float | None = None,
     causal: bool = False,
     return_lse: bool = False,
+    options: Options | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention by FlashAttention-2; shapes, checks and errors as `fa3.problem.check_forward`.
 
@@ -54,12 +64,12 @@ def forward(
     Raises:
         NotImplementedError: ``FA3_BACKEND=sdpa`` forces this backend and the operator cannot take the problem.
     """
-    problem = check_forward(q, k, v, softmax_scale, causal, return_lse)
+    problem = check_forward(q, k, v, softmax_scale, causal, return_lse, options)
     reason = why_not(problem)
     if reason is not None:
         if backends.forced() == "sdpa":
             raise NotImplementedError(f"the sdpa backend cannot take {reason}; FA3_BACKEND=tiled can")
-        return tiled.forward(q, k, v, softmax_scale, causal, return_lse)
+        return tiled.forward(q, k, v, softmax_scale, causal, return_lse, options)
     first = problem.first_row_with_keys
     if problem.empty or first == problem.seqlen_q:
         out = q.new_zeros(problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v)
@@ -74,7 +84,7 @@ def forward(
         problem.seqlen_q,
         problem.seqlen_k,
         0.0,
-        problem.causal,
+        problem.mask == "causal",
         False,
         scale=problem.softmax_scale,
     )[:2]

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fa3.mods import BLOCK, BlockMask, MaskMod, ScoreMod
+from fa3.options import Options
 from fa3.problem import Problem, check_forward
 
 #: Keys of one tile.
@@ -43,9 +45,9 @@ def _tile_sizes(problem: Problem, device: torch.device) -> tuple[int, int, int]:
     return min(sequences, problem.batch), tile_m, tile_n
 
 
-def _spans(length: int, step: int, first: int = 0) -> Iterator[tuple[int, int]]:
-    for start in range(first, length, step):
-        yield start, min(start + step, length)
+def _spans(end: int, step: int, first: int = 0) -> Iterator[tuple[int, int]]:
+    for start in range(first, end, step):
+        yield start, min(start + step, end)
 
 
 def _by_head(x: Tensor, heads_kv: int, dtype: torch.dtype) -> Tensor:
@@ -58,30 +60,114 @@ def _by_head(x: Tensor, heads_kv: int, dtype: torch.dtype) -> Tensor:
     return grouped.to(dtype).contiguous()
 
 
-def _keys_end(problem: Problem, row_end: int) -> int:
-    """One past the last key that any query before ``row_end`` sees."""
-    if not problem.causal:
-        return problem.seqlen_k
-    return max(0, min(problem.seqlen_k, row_end + problem.seqlen_k - problem.seqlen_q))
+def _operands(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled q (batch, heads_kv, group, seqlen_q, columns), k (batch, heads_kv, seqlen_k, columns) and v likewise.
+
+    ``q · k + qv · v`` is one product of longer rows: with qv there are head_dim + head_dim_v columns of q and k.
+    """
+    accumulate = accumulator_dtype(q.dtype)
+    q_heads = _by_head(q, problem.heads_kv, accumulate)
+    k_heads, v_heads = (_by_head(x, problem.heads_kv, accumulate).squeeze(2) for x in (k, v))
+    if qv is not None:
+        q_heads = torch.cat([q_heads, _by_head(qv, problem.heads_kv, accumulate)], dim=-1)
+        k_heads = torch.cat([k_heads, v_heads], dim=-1)
+    return q_heads * problem.softmax_scale, k_heads, v_heads
 
 
-def _hide_future(scores: Tensor, problem: Problem, row: int, key: int) -> Tensor:
-    """Mask a (..., rows, keys) tile that starts at query ``row`` and key ``key``, if the diagonal crosses it."""
+def _key_span(problem: Problem, row: int, row_end: int) -> tuple[int, int]:
+    """First key that any query from ``row`` to before ``row_end`` sees by window and chunk, and one past the last."""
+    left, right, chunk = problem.bounds
+    first, last = (i + problem.seqlen_k - problem.seqlen_q for i in (row, row_end - 1))
+    start = first - left if left >= 0 else 0
+    end = last + right + 1 if right >= 0 else problem.seqlen_k
+    if chunk:
+        start = max(start, first // chunk * chunk)
+        end = min(end, last // chunk * chunk + chunk)
+    return max(start, 0), min(end, problem.seqlen_k)
+
+
+def _hide(scores: Tensor, problem: Problem, row: int, key: int) -> Tensor:
+    """Mask a (..., rows, keys) tile that starts at query ``row`` and key ``key``, if an edge of the mask crosses it."""
     rows, keys = scores.shape[-2:]
-    offset = problem.seqlen_k - problem.seqlen_q
-    if not problem.causal or key + keys - 1 <= row + offset:
-        return scores
-    i = torch.arange(row, row + rows, device=scores.device)[:, None]
+    left, right, chunk = problem.bounds
+    first = row + problem.seqlen_k - problem.seqlen_q
+    last = first + rows - 1
+    position = torch.arange(first, last + 1, device=scores.device)[:, None]
     j = torch.arange(key, key + keys, device=scores.device)[None, :]
-    return scores.masked_fill_(j > i + offset, -torch.inf)
+    hidden = []
+    if left >= 0 and key < last - left:
+        hidden.append(j < position - left)
+    if right >= 0 and key + keys - 1 > first + right:
+        hidden.append(j > position + right)
+    if chunk and (key < last // chunk * chunk or key + keys > first // chunk * chunk + chunk):
+        # Floor division, so that queries before the first key have chunks of their own.
+        hidden.append(j // chunk != position // chunk)
+    for mask in hidden:
+        scores.masked_fill_(mask, -torch.inf)
+    return scores
 
 
-def _scores(q_tile: Tensor, k_tile: Tensor, problem: Problem, row: int, key: int) -> Tensor:
-    """Masked scores of one tile, (batch, heads_kv, group, rows, keys); ``q_tile`` is already scaled."""
-    batch, heads_kv, group, rows, head_dim = q_tile.shape
+def _scores(q_tile: Tensor, k_tile: Tensor, softcap: float) -> Tensor:
+    """Capped scores of one tile, (batch, heads_kv, group, rows, keys); ``q_tile`` is already scaled."""
+    batch, heads_kv, group, rows, columns = q_tile.shape
     # The query heads of a group share their K head, so they are rows of one matrix product.
-    scores = q_tile.reshape(batch, heads_kv, group * rows, head_dim) @ k_tile.mT
-    return _hide_future(scores.view(batch, heads_kv, group, rows, k_tile.shape[2]), problem, row, key)
+    scores = q_tile.reshape(batch, heads_kv, group * rows, columns) @ k_tile.mT
+    if softcap:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    return scores.view(batch, heads_kv, group, rows, k_tile.shape[2])
+
+
+def _ask_twin(mod: ScoreMod | MaskMod, dtype: torch.dtype, *arguments: Tensor) -> Tensor:
+    """What the PyTorch twin of a modification answers; the floats that it reads are in the dtype of the arithmetic."""
+    answer = mod.torch(*arguments, *(x.to(dtype) if x.is_floating_point() else x for x in mod.aux))
+    wanted = "scores of a float dtype" if isinstance(mod, ScoreMod) else "a bool tensor"
+    if not isinstance(answer, Tensor):
+        raise TypeError(f"the PyTorch twin of {mod.cute} answered {type(answer).__name__}: must be {wanted}")
+    if not answer.is_floating_point() if isinstance(mod, ScoreMod) else answer.dtype is not torch.bool:
+        raise TypeError(f"the PyTorch twin of {mod.cute} answered {answer.dtype}: must be {wanted}")
+    if answer.requires_grad:
+        raise NotImplementedError(
+            f"the PyTorch twin of {mod.cute} reads a tensor that requires a gradient, and flash_attn_func has none "
+            "through modifications: call it under torch.no_grad()"
+        )
+    return answer
+
+
+def _modify(scores: Tensor, options: Options, batch: int, row: int, key: int) -> Tensor:
+    """Let modifications change and hide scores of a tile that starts at these sequence, query and key."""
+    mask_mod = options.mask_mod if options.block_mask is None else options.block_mask.mask_mod
+    by_head = scores.flatten(1, 2)
+    # Each number in its dim of (batch, heads_q, rows, keys).
+    starts = (batch, 0, row, key)
+    index = [
+        torch.arange(start, start + size, device=scores.device).view([-1 if dim == other else 1 for other in range(4)])
+        for dim, (start, size) in enumerate(zip(starts, by_head.shape, strict=True))
+    ]
+    if options.score_mod is not None:
+        # Into our own memory: the answer may be a view of something that is not to be written.
+        by_head.copy_(_ask_twin(options.score_mod, scores.dtype, by_head, *index))
+    if mask_mod is not None:
+        by_head.masked_fill_(~_ask_twin(mask_mod, scores.dtype, *index), -torch.inf)
+    return scores
+
+
+def _blocks_to_visit(block_mask: BlockMask | None) -> Tensor | None:
+    """Which blocks some head of some sequence has keys in: bool (query blocks, key blocks), in host memory."""
+    if block_mask is None:
+        return None
+    indices = block_mask.indices.cpu().long()
+    blocks = indices.shape[-1]
+    listed = torch.arange(blocks) < block_mask.counts.cpu().sum(dim=-1, keepdim=True)
+    # What follows the listed ones means nothing; it goes into a column of its own.
+    indices = torch.where(listed, indices, blocks)
+    visited = torch.zeros(*indices.shape[:-1], blocks + 1, dtype=torch.bool).scatter_(-1, indices, True)
+    return visited[..., :blocks].any(dim=0).any(dim=0)
+
+
+def _is_visited(visited: Tensor | None, row: int, row_end: int, key: int, key_end: int) -> bool:
+    if visited is None:
+        return True
+    return bool(visited[row // BLOCK : -(-row_end // BLOCK), key // BLOCK : -(-key_end // BLOCK)].any())
 
 
 def _times_keys(tile: Tensor, matrix: Tensor) -> Tensor:
@@ -104,39 +190,53 @@ def forward(
     softmax_scale: float | None = None,
     causal: bool = False,
     return_lse: bool = False,
+    options: Options | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention by tiles; shapes, checks and errors as `fa3.problem.check_forward`.
+
+    A block mask is brought to the host, which waits for the device; no other call does.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q, and lse (batch, heads_q, seqlen_q) in
         float32 (float64 for float64 inputs), or ``None`` without ``return_lse``.
     """
     with torch._C._DisableAutocast():
-        return _forward(q, k, v, check_forward(q, k, v, softmax_scale, causal, return_lse))
+        problem = check_forward(q, k, v, softmax_scale, causal, return_lse, options)
+        return _forward(q, k, v, problem, options or Options())
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor | None]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, options: Options) -> tuple[Tensor, Tensor | None]:
     accumulate = accumulator_dtype(q.dtype)
     out = q.new_zeros(problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v)
     lse = q.new_full((problem.batch, problem.heads_q, problem.seqlen_q), -torch.inf, dtype=accumulate)
     # Meta tensors have shapes and no numbers.
-    if problem.empty or problem.seqlen_k == 0 or q.is_meta:
+    if problem.empty or q.is_meta:
         return out, lse if problem.return_lse else None
     heads_kv = problem.heads_kv
     out_by_head = out.view(*out.shape[:2], heads_kv, problem.group_size, -1).permute(0, 2, 3, 1, 4)
     lse_by_head = lse.view(problem.batch, heads_kv, problem.group_size, problem.seqlen_q)
     sequences, tile_m, tile_n = _tile_sizes(problem, q.device)
+    modified = bool(problem.score_mod or problem.mask_mod)
+    visited = _blocks_to_visit(options.block_mask)
+    sink, qv = options.sink, options.qv
+    if sink is not None:
+        sink = sink.to(accumulate).view(heads_kv, problem.group_size, 1, 1)
 
     for b0, b1 in _spans(problem.batch, sequences):
-        q_heads = _by_head(q[b0:b1], heads_kv, accumulate) * problem.softmax_scale
-        k_heads = _by_head(k[b0:b1], heads_kv, accumulate).squeeze(2)
-        v_heads = _by_head(v[b0:b1], heads_kv, accumulate).squeeze(2)
+        qv_rows = None if qv is None else qv[b0:b1]
+        q_heads, k_heads, v_heads = _operands(q[b0:b1], k[b0:b1], v[b0:b1], qv_rows, problem)
         for i0, i1 in _spans(problem.seqlen_q, tile_m):
             row_max = q_heads.new_full((*q_heads.shape[:3], i1 - i0, 1), -torch.inf)
             row_sum = torch.zeros_like(row_max)
             acc = q_heads.new_zeros(*q_heads.shape[:3], i1 - i0, problem.head_dim_v)
-            for j0, j1 in _spans(_keys_end(problem, i1), tile_n):
-                scores = _scores(q_heads[..., i0:i1, :], k_heads[:, :, j0:j1], problem, i0, j0)
+            first_key, keys_end = _key_span(problem, i0, i1)
+            for j0, j1 in _spans(keys_end, tile_n, first_key):
+                if not _is_visited(visited, i0, i1, j0, j1):
+                    continue
+                scores = _scores(q_heads[..., i0:i1, :], k_heads[:, :, j0:j1], problem.softcap)
+                if modified:
+                    scores = _modify(scores, options, b0, i0, j0)
+                scores = _hide(scores, problem, i0, j0)
                 new_max = torch.maximum(row_max, scores.amax(dim=-1, keepdim=True))
                 # A row that has seen no key yet has max -inf; 0 in its place keeps exp(-inf - max) at 0.
                 reference_max = new_max.masked_fill(new_max == -torch.inf, 0.0)
@@ -145,11 +245,23 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor,
                 row_sum = row_sum.mul_(rescale).add_(probabilities.sum(dim=-1, keepdim=True))
                 acc = acc.mul_(rescale).add_(_times_keys(probabilities, v_heads[:, :, j0:j1]))
                 row_max = new_max
+            if sink is not None:
+                row_max, row_sum, acc = _add_sink(row_max, row_sum, acc, sink)
             seen = row_sum != 0.0
             out_by_head[b0:b1, :, :, i0:i1] = torch.where(seen, acc / row_sum, 0.0)
             tile_lse = torch.where(seen, row_max + row_sum.log(), -torch.inf)
             lse_by_head[b0:b1, :, :, i0:i1] = tile_lse.squeeze(-1)
     return out, lse if problem.return_lse else None
+
+
+def _add_sink(row_max: Tensor, row_sum: Tensor, acc: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One more logit, without a value, for rows that have seen all of their keys."""
+    new_max = torch.maximum(row_max, sink)
+    reference_max = new_max.masked_fill(new_max == -torch.inf, 0.0)
+    rescale = (row_max - reference_max).exp_()
+    # Of a sink of +inf nothing but itself is left, and inf - inf would be NaN.
+    weight = torch.where(sink == reference_max, 1.0, (sink - reference_max).exp())
+    return new_max, row_sum * rescale + weight, acc * rescale
 
 
 def backward(
@@ -162,42 +274,67 @@ def backward(
     lse: Tensor,
     softmax_scale: float | None = None,
     causal: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    options: Options | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of `forward`, recomputed tile by tile from the LSE.
 
     With P the probabilities, ``dV = P^T dO``, ``dP = dO V^T`` and ``dS = P * (dP - delta)`` where
     ``delta = rowsum(dO * O) - dLSE``: the derivative of the LSE with respect to the scores is P itself, so its
-    gradient joins the row's correction.
+    gradient joins the row's correction. A softcap multiplies dS by its slope, ``1 - (S / softcap)^2``. A sink has
+    the probability ``exp(sink - LSE)`` and no value, so its gradient is ``-sum(exp(sink - LSE) * delta)``. qv is
+    more columns of q, and v as many more of k, whose gradients dV gets too.
 
     Args:
         dout: gradient of out, (batch, seqlen_q, heads_q, head_dim_v), any strides.
         dlse: gradient of lse, (batch, heads_q, seqlen_q), or ``None``.
-        q, k, v, softmax_scale, causal: as given to `forward`.
+        q, k, v, softmax_scale, causal, options: as given to `forward`.
         out, lse: as returned by `forward`.
 
     Returns:
-        dq, dk, dv: shapes and dtypes of q, k and v, contiguous.
+        dq, dk, dv, dsink, dqv: shapes and dtypes of q, k, v, sink and qv, contiguous; ``None`` for the last two
+        where the call had no such input.
+
+    Raises:
+        NotImplementedError: the options have a score_mod, mask_mod or block_mask.
     """
     with torch._C._DisableAutocast():
-        return _backward(dout, dlse, q, k, v, out, lse, check_forward(q, k, v, softmax_scale, causal, True))
+        problem = check_forward(q, k, v, softmax_scale, causal, True, options)
+        if problem.score_mod or problem.mask_mod:
+            raise NotImplementedError("the tiled backend has no gradient with score_mod, mask_mod or block_mask yet")
+        return _backward(dout, dlse, q, k, v, out, lse, problem, options or Options())
 
 
 def _backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    problem: Problem,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     accumulate = accumulator_dtype(q.dtype)
+    sink, qv = options.sink, options.qv
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    if problem.empty or problem.seqlen_k == 0 or q.is_meta:
-        return dq, dk, dv
-    heads_kv, group = problem.heads_kv, problem.group_size
+    dqv = None if qv is None else qv.new_zeros(qv.shape)
+    if problem.empty or q.is_meta:
+        return dq, dk, dv, None if sink is None else sink.new_zeros(sink.shape), dqv
+    heads_kv, group, head_dim, softcap = problem.heads_kv, problem.group_size, problem.head_dim, problem.softcap
     sequences, tile_m, tile_n = _tile_sizes(problem, q.device)
+    dsink = None
+    if sink is not None:
+        sink_heads = sink.to(accumulate).view(heads_kv, group, 1, 1)
+        dsink = torch.zeros_like(sink_heads)
 
     for b0, b1 in _spans(problem.batch, sequences):
-        q_heads = _by_head(q[b0:b1], heads_kv, accumulate) * problem.softmax_scale
-        k_heads = _by_head(k[b0:b1], heads_kv, accumulate).squeeze(2)
-        v_heads = _by_head(v[b0:b1], heads_kv, accumulate).squeeze(2)
+        qv_rows = None if qv is None else qv[b0:b1]
+        q_heads, k_heads, v_heads = _operands(q[b0:b1], k[b0:b1], v[b0:b1], qv_rows, problem)
         dout_heads = _by_head(dout[b0:b1], heads_kv, accumulate)
         delta = (dout_heads * _by_head(out[b0:b1], heads_kv, accumulate)).sum(dim=-1, keepdim=True)
+        # Rows that the mask leaves without keys have the constant 0 as out: what is NaN there must not count.
+        delta[..., : problem.first_row_with_keys, :] = 0.0
         row_lse = lse[b0:b1].reshape(b1 - b0, heads_kv, group, problem.seqlen_q, 1).to(accumulate)
         if dlse is not None:
             delta -= dlse[b0:b1].reshape(row_lse.shape).to(accumulate)
@@ -205,23 +342,40 @@ def _backward(
         no_keys = row_lse == -torch.inf
         row_lse = row_lse.masked_fill(no_keys, torch.inf)
         delta.masked_fill_(no_keys, 0.0)
+        if dsink is not None:
+            dsink -= (_sink_probability(sink_heads, row_lse) * delta).sum(dim=(0, 3), keepdim=True)[0]
 
         dk_heads, dv_heads = torch.zeros_like(k_heads), torch.zeros_like(v_heads)
-        # Rows that the mask leaves without keys are not read: a NaN in them would pass through 0 * NaN.
+        # The same rows are not read: a NaN in them would pass through 0 * NaN.
         for i0, i1 in _spans(problem.seqlen_q, tile_m, problem.first_row_with_keys):
             q_tile = q_heads[..., i0:i1, :]
             dout_tile = dout_heads[..., i0:i1, :]
             dq_tile = torch.zeros_like(q_tile)
-            for j0, j1 in _spans(_keys_end(problem, i1), tile_n):
+            first_key, keys_end = _key_span(problem, i0, i1)
+            for j0, j1 in _spans(keys_end, tile_n, first_key):
                 k_tile, v_tile = k_heads[:, :, j0:j1], v_heads[:, :, j0:j1]
-                probabilities = _scores(q_tile, k_tile, problem, i0, j0).sub_(row_lse[..., i0:i1, :]).exp_()
+                scores = _scores(q_tile, k_tile, softcap)
+                # Before the mask, whose -inf have no slope.
+                slope = 1.0 - (scores / softcap).square_() if softcap else None
+                probabilities = _hide(scores, problem, i0, j0).sub_(row_lse[..., i0:i1, :]).exp_()
                 dv_heads[:, :, j0:j1] += _over_rows(probabilities, dout_tile)
                 dscores = _times_keys(dout_tile, v_tile.mT).sub_(delta[..., i0:i1, :]).mul_(probabilities)
+                if slope is not None:
+                    dscores.mul_(slope)
                 dq_tile += _times_keys(dscores, k_tile)
                 dk_heads[:, :, j0:j1] += _over_rows(dscores, q_tile)
             # q_heads carries the scale, and with it dk; dq still needs it.
-            dq_rows = dq_tile.mul_(problem.softmax_scale).permute(0, 3, 1, 2, 4)
-            dq[b0:b1, i0:i1] = dq_rows.reshape(b1 - b0, i1 - i0, problem.heads_q, problem.head_dim).to(dq.dtype)
-        dk[b0:b1] = dk_heads.transpose(1, 2).to(dk.dtype)
+            dq_rows = dq_tile.mul_(problem.softmax_scale).permute(0, 3, 1, 2, 4).flatten(2, 3)
+            dq[b0:b1, i0:i1] = dq_rows[..., :head_dim].to(dq.dtype)
+            if dqv is not None:
+                dqv[b0:b1, i0:i1] = dq_rows[..., head_dim:].to(dq.dtype)
+        if qv is not None:
+            dv_heads += dk_heads[..., head_dim:]
+        dk[b0:b1] = dk_heads[..., :head_dim].transpose(1, 2).to(dk.dtype)
         dv[b0:b1] = dv_heads.transpose(1, 2).to(dv.dtype)
-    return dq, dk, dv
+    return dq, dk, dv, None if dsink is None or sink is None else dsink.flatten().to(sink.dtype), dqv
+
+
+def _sink_probability(sink: Tensor, lse: Tensor) -> Tensor:
+    """``exp(sink - lse)``, which is 1 also where both are +inf."""
+    return torch.where(sink == lse, 1.0, (sink - lse).exp())
