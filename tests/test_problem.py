@@ -10,7 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fa3.block_masks import create_block_mask
+from fa3.mods import MaskMod, ScoreMod, alibi, alibi_slopes, document
+from fa3.options import Options
 from fa3.problem import Problem, check_forward
+from fa3.reference import visible_keys
 
 GOOD = Problem(
     batch=2,
@@ -208,3 +212,198 @@ def test_a_sparse_tensor_is_refused():
 def test_rows_without_keys_come_first(seqlen_q, seqlen_k, causal, first):
     problem = dataclasses.replace(GOOD, seqlen_q=seqlen_q, seqlen_k=seqlen_k, causal=causal)
     assert problem.first_row_with_keys == first
+
+
+def bend(score, *index_and_aux):
+    return score
+
+
+def see_all(batch, head, q_index, kv_index, *aux):
+    return kv_index >= 0
+
+
+MODS = {
+    "score_mod": ScoreMod("problem_mods:bend", bend, (torch.ones(3), torch.ones(2, 2, dtype=torch.int32))),
+    "mask_mod": MaskMod("problem_mods:see_all", see_all, (torch.ones(1, 1, 4, dtype=torch.int32),)),
+}
+
+
+def test_options_are_described_by_plain_numbers_and_names():
+    options = Options(
+        window_left=3,
+        window_right=1,
+        attention_chunk=4,
+        softcap=30.0,
+        sink=torch.zeros(4),
+        qv=torch.zeros(2, 3, 4, 24),
+        pack_gqa=False,
+        sm_margin=2,
+        **MODS,
+    )
+    assert check_forward(*tensors(), 0.25, options=options) == dataclasses.replace(
+        GOOD,
+        window_left=3,
+        window_right=1,
+        attention_chunk=4,
+        softcap=30.0,
+        sink=True,
+        qv=True,
+        pack_gqa=False,
+        sm_margin=2,
+        score_mod="problem_mods:bend",
+        score_aux=("f1", "i2"),
+        mask_mod="problem_mods:see_all",
+        mask_aux=("i3",),
+    )
+
+
+def test_a_block_mask_is_described_by_its_mask_mod():
+    block_mask = create_block_mask(MODS["mask_mod"], 2, 1, 3, 5)
+    problem = check_forward(*tensors(), options=Options(block_mask=block_mask))
+    assert problem == dataclasses.replace(GOOD, mask_mod="problem_mods:see_all", mask_aux=("i3",), block_sparse=True)
+    assert problem.mask == "blocks"
+
+
+def test_no_options_and_options_that_say_nothing_are_one_problem():
+    assert check_forward(*tensors(), options=Options()) == GOOD
+
+
+def test_the_default_scale_counts_the_columns_of_qv():
+    options = Options(qv=torch.zeros(2, 3, 4, 9 * 8))
+    assert check_forward(*tensors(head_dim=72, head_dim_v=72), options=options).softmax_scale == 144**-0.5
+    assert check_forward(*tensors(head_dim=72, head_dim_v=72), 2.0, options=options).softmax_scale == 2.0
+
+
+def test_a_sink_may_be_of_any_stride_and_qv_of_any_but_the_last():
+    sink, qv = torch.zeros(1).expand(4), torch.zeros(3, 2, 4, 24).transpose(0, 1)
+    problem = check_forward(*tensors(), options=Options(sink=sink, qv=qv))
+    assert problem.sink
+    assert problem.qv
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_sink_has_a_dtype_of_its_own(dtype):
+    assert check_forward(*tensors(), options=Options(sink=torch.zeros(4, dtype=dtype))).sink
+
+
+def test_a_float64_sink_goes_with_float64_alone():
+    sink = torch.zeros(4, dtype=torch.float64)
+    assert check_forward(*tensors(dtype=torch.float64), options=Options(sink=sink)).sink
+    with pytest.raises(TypeError, match=r"sink has dtype torch\.float64: allowed are torch\.float32, torch\.bfloat16"):
+        check_forward(*tensors(), options=Options(sink=sink))
+
+
+def block_mask_for(batch=2, heads=4, seqlen_q=3, seqlen_k=5):
+    return create_block_mask(MODS["mask_mod"], batch, heads, seqlen_q, seqlen_k)
+
+
+BAD_OPTIONS = {
+    "a sink that is no tensor": ({"sink": [0.0] * 4}, TypeError, r"sink must be a torch\.Tensor, not list"),
+    "a sink of integers": ({"sink": torch.zeros(4, dtype=torch.int32)}, TypeError, r"sink has dtype torch\.int32"),
+    "a sink for other heads": ({"sink": torch.zeros(2)}, ValueError, r"sink has shape \(2,\): must be .* \(4,\)"),
+    "a sink of two dims": ({"sink": torch.zeros(1, 4)}, ValueError, r"sink has shape \(1, 4\)"),
+    "a sparse sink": ({"sink": torch.zeros(4).to_sparse()}, ValueError, r"sink has layout torch\.sparse_coo"),
+    "a sink elsewhere": ({"sink": torch.zeros(4, device="meta")}, ValueError, "sink is on device meta, q on cpu"),
+    "a qv of the shape of q": ({"qv": torch.zeros(2, 3, 4, 16)}, ValueError, r"qv has shape .*\(2, 3, 4, 24\)"),
+    "a qv of K/V heads": ({"qv": torch.zeros(2, 3, 2, 24)}, ValueError, r"qv has shape"),
+    "a qv of another dtype": ({"qv": torch.zeros(2, 3, 4, 24).half()}, TypeError, r"qv has dtype torch\.float16, q"),
+    "a qv elsewhere": ({"qv": torch.zeros(2, 3, 4, 24, device="meta")}, ValueError, "qv is on device meta, q on cpu"),
+    "a qv of stride 2": ({"qv": torch.zeros(2, 3, 4, 48)[..., ::2]}, ValueError, r"qv has strides .*last must be 1"),
+    "a window below -1": ({"window_left": -2}, ValueError, r"window_left=-2: allowed are -1 and up"),
+    "a chunk below 0": ({"attention_chunk": -1}, ValueError, r"attention_chunk=-1: allowed are 0 and up"),
+    "a margin below 0": ({"sm_margin": -1}, ValueError, r"sm_margin=-1: allowed are 0 and up"),
+    "a softcap below 0": ({"softcap": -1.0}, ValueError, r"softcap=-1.0: must be finite"),
+    "a softcap that is no number": ({"softcap": math.nan}, ValueError, r"softcap=nan: must be finite"),
+    "a softcap beyond float32": ({"softcap": 1e300}, ValueError, r"softcap=1e\+300: .* computed in float32"),
+    "a softcap without inverse": ({"softcap": 1e-40}, ValueError, r"softcap=1e-40: .* computed in float32"),
+    "two masks": (
+        {"mask_mod": MODS["mask_mod"], "block_mask": block_mask_for()},
+        ValueError,
+        "block_mask and mask_mod are both given",
+    ),
+    "a block mask and a window": (
+        {"block_mask": block_mask_for(), "window_left": 100},
+        ValueError,
+        "block_mask goes with no causal, window_size",
+    ),
+    "a block mask and a chunk": (
+        {"block_mask": block_mask_for(), "attention_chunk": 100},
+        ValueError,
+        "block_mask goes with no causal, window_size",
+    ),
+    "a block mask for other queries": (
+        {"block_mask": block_mask_for(seqlen_q=4)},
+        ValueError,
+        "made for seqlen_q=4 and seqlen_k=5, the call has 3 and 5",
+    ),
+    "a block mask for other keys": ({"block_mask": block_mask_for(seqlen_k=4)}, ValueError, "the call has 3 and 5"),
+    "a block mask for other sequences": (
+        {"block_mask": block_mask_for(batch=3)},
+        ValueError,
+        "made for batch 3 and 4 heads: allowed are 1 or 2, and 1 or 4",
+    ),
+    "a block mask for other heads": ({"block_mask": block_mask_for(heads=2)}, ValueError, "batch 2 and 2 heads"),
+    "a block mask elsewhere": (
+        {"block_mask": create_block_mask(MaskMod("problem_mods:see_all", see_all), 1, 1, 3, 5, device="meta")},
+        ValueError,
+        "block_mask is on device meta, q on cpu",
+    ),
+    "a mod that reads another device": (
+        {"score_mod": ScoreMod("problem_mods:bend", bend, (torch.ones(3), torch.ones(3, device="meta")))},
+        ValueError,
+        r"score_mod\.aux\[1\] is on device meta, q on cpu",
+    ),
+    "slopes of other heads": ({"score_mod": alibi(alibi_slopes(2))}, ValueError, r"slopes has shape \(2,\)"),
+    "documents of shorter sequences": (
+        {"mask_mod": document(torch.zeros(2, 4, dtype=torch.int32))},
+        ValueError,
+        r"document_ids has shape \(2, 4\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given_options", "error", "words"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
+def test_options_that_do_not_fit_are_named(given_options, error, words):
+    with pytest.raises(error, match=words):
+        check_forward(*tensors(), options=Options(**given_options))
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+def test_a_block_mask_goes_with_no_causal_mask_even_where_that_hides_nothing(seqlen_q):
+    options = Options(block_mask=block_mask_for(seqlen_q=seqlen_q))
+    with pytest.raises(ValueError, match="block_mask goes with no causal"):
+        check_forward(*tensors(seqlen_q=seqlen_q), causal=True, options=options)
+
+
+@given(
+    seqlen_q=st.integers(0, 9),
+    seqlen_k=st.integers(0, 9),
+    causal=st.booleans(),
+    window=st.tuples(st.integers(-1, 12), st.integers(-1, 12)),
+    chunk=st.integers(0, 20) | st.just(2**63),
+)
+@settings(max_examples=200, deadline=None)
+def test_bounds_and_kinds_of_masks_hide_what_the_call_asked_to_hide(seqlen_q, seqlen_k, causal, window, chunk):
+    problem = dataclasses.replace(
+        GOOD,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        causal=causal,
+        window_left=window[0],
+        window_right=window[1],
+        attention_chunk=chunk,
+    )
+    expected = visible_keys(seqlen_q, seqlen_k, causal, window, min(chunk, 1000))
+    left, right, chunk = problem.bounds
+    assert torch.equal(visible_keys(seqlen_q, seqlen_k, False, (left, right), chunk), expected)
+    assert max(problem.bounds) <= seqlen_q + seqlen_k
+    rows = expected.any(dim=1).nonzero()
+    if len(rows):
+        assert problem.first_row_with_keys == int(rows[0])
+        assert len(rows) == seqlen_q - int(rows[0])
+    else:
+        assert problem.first_row_with_keys == seqlen_q
+    if problem.mask == "full":
+        assert expected.all()
+    if problem.mask == "causal":
+        assert torch.equal(expected, visible_keys(seqlen_q, seqlen_k, causal=True))

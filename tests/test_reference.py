@@ -1,5 +1,6 @@
 """The oracle against attention written as loops over single numbers."""
 
+import itertools
 import math
 import sys
 
@@ -9,18 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fa3
+from fa3.mods import MaskMod, ScoreMod, alibi
 from fa3.reference import visible_keys
 
 
-def attention_of_one_row(q, keys, values, scale, softcap, sink, qv):
-    """q, qv: lists; keys, values: lists of lists, the visible ones only. Returns (out, lse)."""
+def attention_of_one_row(q, keys, values, scale, softcap, sink, qv, change):
+    """q, qv: lists; keys, values: lists of lists, the visible ones only; change(score, place). Returns (out, lse)."""
     scores = []
-    for key, value in zip(keys, values, strict=True):
+    for place, (key, value) in enumerate(zip(keys, values, strict=True)):
         score = sum(a * b for a, b in zip(q, key, strict=True))
         if qv is not None:
             score += sum(a * b for a, b in zip(qv, value, strict=True))
         score *= scale
-        scores.append(softcap * math.tanh(score / softcap) if softcap else score)
+        score = softcap * math.tanh(score / softcap) if softcap else score
+        scores.append(change(score, place))
     logits = scores + ([] if sink is None else [sink])
     if not logits:
         return None, -math.inf
@@ -44,6 +47,15 @@ def sees(i, j, seqlen_q, seqlen_k, causal, window, chunk):
     return not chunk or chunk * math.floor(position / chunk) <= j < chunk * math.floor(position / chunk) + chunk
 
 
+def bend(score, batch, head, q_index, kv_index, factors, offsets):
+    """Of tensors and of plain numbers alike."""
+    return score * factors[batch] + score**2 * head + offsets[kv_index] - q_index / 4
+
+
+def sieve(batch, head, q_index, kv_index, numbers):
+    return (q_index + numbers[head] * kv_index + batch) % 3 != 1
+
+
 options = {
     "causal": st.booleans(),
     "window": st.tuples(st.integers(-1, 4), st.integers(-1, 4)),
@@ -60,19 +72,24 @@ options = {
     softcap=st.sampled_from([0.0, 1.5]),
     with_sink=st.booleans(),
     with_qv=st.booleans(),
+    with_score_mod=st.booleans(),
+    with_mask_mod=st.booleans(),
     seed=st.integers(0, 1000),
     **options,
 )
 def test_the_oracle_is_attention_by_definition(
-    seqlen_q, seqlen_k, heads_kv, group, softcap, with_sink, with_qv, seed, causal, window, chunk
-):
+    seqlen_q, seqlen_k, heads_kv, group, softcap, with_sink, with_qv, with_score_mod, with_mask_mod, seed, causal,
+    window, chunk,
+):  # fmt: skip
     torch.manual_seed(seed)
     heads_q = heads_kv * group
-    q = torch.randn(1, seqlen_q, heads_q, 4, dtype=torch.float64)
-    k = torch.randn(1, seqlen_k, heads_kv, 4, dtype=torch.float64)
-    v = torch.randn(1, seqlen_k, heads_kv, 3, dtype=torch.float64)
+    q = torch.randn(2, seqlen_q, heads_q, 4, dtype=torch.float64)
+    k = torch.randn(2, seqlen_k, heads_kv, 4, dtype=torch.float64)
+    v = torch.randn(2, seqlen_k, heads_kv, 3, dtype=torch.float64)
     sink = torch.randn(heads_q) if with_sink else None
-    qv = torch.randn(1, seqlen_q, heads_q, 3, dtype=torch.float64) if with_qv else None
+    qv = torch.randn(2, seqlen_q, heads_q, 3, dtype=torch.float64) if with_qv else None
+    score_aux = torch.randn(2), torch.randint(0, 5, (max(seqlen_k, 1),), dtype=torch.int32)
+    mask_aux = (torch.randint(0, 5, (heads_q,), dtype=torch.int32),)
     out, lse = fa3.reference(
         q,
         k,
@@ -83,23 +100,35 @@ def test_the_oracle_is_attention_by_definition(
         softcap=softcap,
         sink=sink,
         qv=qv,
+        score_mod=ScoreMod("reference_mods:bend", bend, score_aux) if with_score_mod else None,
+        mask_mod=MaskMod("reference_mods:sieve", sieve, mask_aux) if with_mask_mod else None,
     )
-    assert out.shape == (1, seqlen_q, heads_q, 3)
-    assert lse.shape == (1, heads_q, seqlen_q)
-    for i in range(seqlen_q):
-        visible = [j for j in range(seqlen_k) if sees(i, j, seqlen_q, seqlen_k, causal, window, chunk)]
-        for h in range(heads_q):
-            expected, expected_lse = attention_of_one_row(
-                q[0, i, h].tolist(),
-                k[0, visible, h // group].tolist(),
-                v[0, visible, h // group].tolist(),
-                (4 + (3 if with_qv else 0)) ** -0.5,
-                softcap,
-                None if sink is None else sink[h].item(),
-                None if qv is None else qv[0, i, h].tolist(),
-            )
-            assert out[0, i, h].tolist() == pytest.approx(expected or [0.0] * 3, abs=1e-12)
-            assert lse[0, h, i].item() == pytest.approx(expected_lse, abs=1e-12)
+    assert out.shape == (2, seqlen_q, heads_q, 3)
+    assert lse.shape == (2, heads_q, seqlen_q)
+    score_lists, mask_lists = [x.tolist() for x in score_aux], [x.tolist() for x in mask_aux]
+    for b, h, i in itertools.product(range(2), range(heads_q), range(seqlen_q)):
+        visible = [
+            j
+            for j in range(seqlen_k)
+            if sees(i, j, seqlen_q, seqlen_k, causal, window, chunk)
+            and (not with_mask_mod or sieve(b, h, i, j, *mask_lists))
+        ]
+
+        def change(score, place, b=b, h=h, i=i, visible=visible):
+            return bend(score, b, h, i, visible[place], *score_lists) if with_score_mod else score
+
+        expected, expected_lse = attention_of_one_row(
+            q[b, i, h].tolist(),
+            k[b, visible, h // group].tolist(),
+            v[b, visible, h // group].tolist(),
+            (4 + (3 if with_qv else 0)) ** -0.5,
+            softcap,
+            None if sink is None else sink[h].item(),
+            None if qv is None else qv[b, i, h].tolist(),
+            change,
+        )
+        assert out[b, i, h].tolist() == pytest.approx(expected or [0.0] * 3, abs=1e-12)
+        assert lse[b, h, i].item() == pytest.approx(expected_lse, abs=1e-12)
 
 
 @given(seqlen_q=st.integers(1, 9), seqlen_k=st.integers(0, 9), **options)
@@ -120,11 +149,15 @@ def test_it_answers_in_float64_for_every_dtype():
 
 def test_a_step_over_heads_and_rows_changes_nothing(monkeypatch):
     q, k, v = torch.randn(2, 9, 4, 8), torch.randn(2, 11, 2, 8), torch.randn(2, 11, 2, 8)
-    whole = fa3.reference(q, k, v, causal=True)
+    mods = {
+        "score_mod": ScoreMod("reference_mods:bend", bend, (torch.randn(2), torch.arange(11, dtype=torch.int32))),
+        "mask_mod": MaskMod("reference_mods:sieve", sieve, (torch.arange(4, dtype=torch.int32),)),
+    }
+    whole = fa3.reference(q, k, v, causal=True, **mods)
     for budget in (1, 40, 250):
         # The name fa3.reference is the function; the module is found among the loaded ones.
         monkeypatch.setattr(sys.modules["fa3.reference"], "_SCORES_PER_STEP", budget)
-        in_steps = fa3.reference(q, k, v, causal=True)
+        in_steps = fa3.reference(q, k, v, causal=True, **mods)
         for one, other in zip(whole, in_steps, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 
@@ -165,6 +198,8 @@ def test_empty_problems_have_empty_results():
         ({"softmax_scale": 2**2000}, ValueError, "softmax_scale is too large"),
         ({"softmax_scale": "1"}, TypeError, "softmax_scale='1': must be a float"),
         ({"causal": 1}, TypeError, "causal=1: must be True or False"),
+        ({"score_mod": abs}, TypeError, "score_mod must be a ScoreMod, not builtin"),
+        ({"mask_mod": ScoreMod("reference_mods:bend", bend)}, TypeError, "mask_mod must be a MaskMod, not ScoreMod"),
     ],
 )
 def test_bad_kinds_of_arguments_are_named(change, error, words):
@@ -184,6 +219,7 @@ def test_bad_kinds_of_arguments_are_named(change, error, words):
         ({"k": torch.zeros(1, 3, 2, 16)}, "do not fit together"),
         ({"q": torch.zeros(3, 2, 8)}, "3, 4 and 4 dims"),
         ({"q": torch.zeros(1, 3, 3, 8)}, "q has 3 heads, k and v have 2"),
+        ({"score_mod": alibi(torch.ones(3))}, r"slopes has shape \(3,\)"),
     ],
 )
 def test_bad_arguments_are_named(change, words):
