@@ -6,6 +6,8 @@ import torch
 import fa3
 from fa3 import backends
 from fa3.backends import sdpa, tiled
+from fa3.mods import alibi, alibi_slopes
+from fa3.options import Options
 from fa3.problem import Problem
 
 
@@ -65,6 +67,15 @@ NOT_FOR_FLASH_ATTENTION_2 = [
     ({"dtype": "fp32"}, "dtype fp32"),
     ({"head_dim_v": 128}, "head_dim 64 beside head_dim_v 128"),
     ({"batch": 70_000}, "batch 70000"),
+    ({"window_left": 3}, "window_size or attention_chunk"),
+    ({"window_right": 1}, "window_size or attention_chunk"),
+    ({"attention_chunk": 4}, "window_size or attention_chunk"),
+    ({"softcap": 30.0}, "softcap 30.0"),
+    ({"sink": True}, "a sink"),
+    ({"qv": True}, "qv"),
+    ({"score_mod": "module:function"}, "score_mod"),
+    ({"mask_mod": "module:function"}, "mask_mod"),
+    ({"mask_mod": "module:function", "block_sparse": True}, "block_mask"),
 ]
 
 
@@ -80,6 +91,11 @@ def test_what_flash_attention_2_cannot_take_goes_to_tiled(gpu, change, words):
 @pytest.mark.parametrize("head_dim", [8, 72, 128, 256])
 def test_flash_attention_2_takes_short_dtypes_of_any_head_dim(dtype, head_dim):
     assert sdpa.why_not(problem(dtype=dtype, head_dim=head_dim, head_dim_v=head_dim)) is None
+
+
+@pytest.mark.parametrize("change", [{"window_left": 6}, {"pack_gqa": True}, {"sm_margin": 8}], ids=str)
+def test_flash_attention_2_takes_options_that_change_no_result(change):
+    assert sdpa.why_not(problem(**change)) is None
 
 
 @pytest.mark.parametrize(("change", "words"), NOT_FOR_FLASH_ATTENTION_2)
@@ -107,6 +123,17 @@ def test_an_unforced_sdpa_leaves_the_rest_to_tiled():
     assert torch.equal(sdpa.forward(q, q, q)[0], tiled.forward(q, q, q)[0])
 
 
+def test_an_unforced_sdpa_leaves_options_to_tiled_and_a_forced_one_refuses_them(monkeypatch):
+    q = torch.randn(1, 30, 2, 8).half()
+    options = Options(window_left=4, window_right=2, softcap=3.0, sink=torch.randn(2), score_mod=alibi(alibi_slopes(2)))
+    results = (backend.forward(q, q, q, None, False, True, options) for backend in (sdpa, tiled))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    monkeypatch.setenv("FA3_BACKEND", "sdpa")
+    with pytest.raises(NotImplementedError, match="sdpa backend cannot take window_size or attention_chunk"):
+        sdpa.forward(q, q, q, None, False, True, options)
+
+
 @pytest.mark.parametrize("seqlen_k", [0, 3])
 def test_sdpa_answers_empty_problems_without_the_operator(seqlen_k):
     q = torch.randn(1, 5 if seqlen_k == 0 else 0, 2, 8).half()
@@ -118,10 +145,16 @@ def test_sdpa_answers_empty_problems_without_the_operator(seqlen_k):
     assert lse.dtype == torch.float32
 
 
-def test_sdpa_repairs_the_rows_without_keys(monkeypatch):
+@pytest.mark.parametrize(
+    ("causal", "options"),
+    [(True, None), (True, Options(window_left=9)), (False, Options(window_left=9, window_right=0))],
+    ids=["causal", "causal in a wide window", "a window that is causal"],
+)
+def test_sdpa_repairs_the_rows_without_keys(monkeypatch, causal, options):
     """The operator runs on GPUs only: a stand-in with its conventions shows what is done around it."""
 
     def operator(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale):
+        assert causal is True
         assert (cu_q, cu_k, max_q, max_k, dropout, debug) == (None, None, 5, 3, 0.0, False)
         out, lse = fa3.reference(q, k, v, causal=causal, softmax_scale=scale)
         out[:, :2] = torch.nan
@@ -129,7 +162,7 @@ def test_sdpa_repairs_the_rows_without_keys(monkeypatch):
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
     q, k, v = torch.randn(2, 5, 4, 8).half(), torch.randn(2, 3, 2, 8).half(), torch.randn(2, 3, 2, 8).half()
-    out, lse = sdpa.forward(q, k, v, 0.4, True, True)
+    out, lse = sdpa.forward(q, k, v, 0.4, causal, True, options)
     expected_out, expected_lse = tiled.forward(q, k, v, 0.4, True, True)
     torch.testing.assert_close(out, expected_out, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(lse, expected_lse)

@@ -18,6 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import fa3
 from fa3 import backends, interface
 from fa3.backends import tiled
+from fa3.block_masks import create_block_mask
+from fa3.mods import MaskMod, ScoreMod, alibi, alibi_slopes, document
+from fa3.options import Options
 
 SIGNATURE = (
     "q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
@@ -125,6 +128,7 @@ def test_an_option_that_is_not_built_is_named(qkv, name, value):
         ("softcap", np.zeros(2), TypeError),
         ("sm_margin", -1, ValueError),
         ("sm_margin", 0.0, TypeError),
+        ("softcap", 1e-60, ValueError),
         ("softmax_scale", TOO_LARGE, ValueError),
         ("softmax_scale", 1e300, ValueError),
         ("softmax_scale", 1e-60, ValueError),

@@ -8,6 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa3
 from fa3 import ops
+from fa3.block_masks import create_block_mask
+from fa3.mods import MaskMod, alibi, alibi_slopes, document, twin
+from fa3.options import Options
 
 
 def tensors(seqlen_q=9, dtype=torch.float64, requires_grad=False):
@@ -90,12 +93,13 @@ def test_the_fake_of_backward_complains_too():
         ops.backward(out, None, q, k.half(), v, out, lse, None, True)
 
 
-def test_one_dynamic_graph_serves_all_shapes():
+@pytest.mark.parametrize("with_options", [False, True])
+def test_one_dynamic_graph_serves_all_shapes(with_options):
     torch._dynamo.reset()
     graphs = CompileCounter()
 
-    def attend(q, k, v):
-        return fa3.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    def attend(q, k, v, **options):
+        return fa3.flash_attn_func(q, k, v, causal=True, return_lse=True, **options)
 
     compiled = torch.compile(attend, fullgraph=True, backend=graphs, dynamic=True)
     for batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v in (
@@ -104,13 +108,13 @@ def test_one_dynamic_graph_serves_all_shapes():
         (5, 40, 12, 10, 5, 128, 64),
         (4, 8, 6, 21, 7, 32, 512),
     ):
-        shapes = (
-            (batch, seqlen_q, heads_q, head_dim),
-            (batch, seqlen_k, heads_kv, head_dim),
-            (batch, seqlen_k, heads_kv, head_dim_v),
-        )
-        inputs = [torch.randn(shape) for shape in shapes]
-        for one, other in zip(compiled(*inputs), attend(*inputs), strict=True):
+        q, k = torch.randn(batch, seqlen_q, heads_q, head_dim), torch.randn(batch, seqlen_k, heads_kv, head_dim)
+        v = torch.randn(batch, seqlen_k, heads_kv, head_dim_v)
+        options = {}
+        if with_options:
+            qv = torch.randn(batch, seqlen_q, heads_q, head_dim_v)
+            options = {"window_size": (5, 3), "softcap": 3.0, "sink": torch.randn(heads_q), "qv": qv}
+        for one, other in zip(compiled(q, k, v, **options), attend(q, k, v, **options), strict=True):
             torch.testing.assert_close(one, other)
     assert graphs.frame_count == 1
 
@@ -220,3 +224,195 @@ def test_a_gradient_of_the_lse_alone_is_enough():
     expected = torch.autograd.grad(fa3.reference(q, k, v)[1].sum(), (q, k))
     torch.testing.assert_close((dq, dk), expected)
     assert (dv == 0).all()
+
+
+# Options ------------------------------------------------------------------------------------------------------------
+
+
+def own_parity(batch, head, q_index, kv_index, numbers):
+    return (kv_index + q_index + numbers[head]) % 2 == 0
+
+
+def options_for(kind, seqlen_q=9, dtype=torch.float64, requires_grad=False):
+    """Options of every kind, for the tensors above."""
+    sink = torch.randn(4, dtype=dtype, requires_grad=requires_grad)
+    qv = torch.randn(2, seqlen_q, 4, 8, dtype=dtype, requires_grad=requires_grad)
+    numbers = torch.arange(4, dtype=torch.int32)
+    parity = MaskMod("ops_mods:own_parity", own_parity, (numbers,))
+    return {
+        "window": Options(window_left=3, window_right=2),
+        "chunk": Options(attention_chunk=4),
+        "softcap": Options(softcap=2.0),
+        "sink": Options(sink=sink),
+        "qv": Options(qv=qv),
+        "hints": Options(pack_gqa=True, sm_margin=2),
+        "all with gradients": Options(5, 3, 6, 2.0, sink, qv, False, 1),
+        "score_mod": Options(score_mod=alibi(alibi_slopes(4))),
+        "mask_mod": Options(mask_mod=parity, softcap=2.0),
+        "block_mask": Options(block_mask=create_block_mask(parity, 1, 4, seqlen_q, 11), sink=sink),
+        "both mods": Options(score_mod=alibi(alibi_slopes(4)), mask_mod=parity, window_right=4, qv=qv),
+    }[kind]
+
+
+WITH_GRADIENTS = ["window", "chunk", "softcap", "sink", "qv", "hints", "all with gradients"]
+MODIFIED = ["score_mod", "mask_mod", "block_mask", "both mods"]
+
+
+@pytest.mark.parametrize("kind", WITH_GRADIENTS + MODIFIED)
+def test_options_survive_the_way_through_an_operator(kind):
+    options = options_for(kind)
+    arguments = ops.flatten(options)
+    schema = ops.forward_options._schema.arguments[5:]
+    # The dispatcher drops defaults at the end, and so may a caller.
+    while (
+        arguments
+        and type(arguments[-1]) is type(schema[len(arguments) - 1].default_value)
+        and (arguments[-1] == schema[len(arguments) - 1].default_value)
+    ):
+        arguments = arguments[:-1]
+    for again in (ops._unflatten(arguments), ops._unflatten(ops.flatten(options))):
+        assert again[:8] == options[:8]
+        for mod, expected in ((again.score_mod, options.score_mod), (again.mask_mod, options.mask_mod)):
+            assert (mod is None) == (expected is None)
+            if mod is not None:
+                assert (mod.cute, mod.torch, mod.aux) == (expected.cute, twin(expected.cute), expected.aux)
+        if options.block_mask is not None:
+            assert again.block_mask.mask_mod.cute == options.block_mask.mask_mod.cute
+            for name in ("seqlen_q", "seqlen_k", "counts", "indices"):
+                assert getattr(again.block_mask, name) is getattr(options.block_mask, name)
+
+
+def test_the_schema_has_the_fields_and_defaults_of_options():
+    arguments = ops.forward_options._schema.arguments[5:]
+    assert [x.name for x in arguments[:8]] == list(Options._fields[:8])
+    assert [x.default_value for x in arguments[:8]] == list(Options()[:8])
+    assert [x.name for x in ops.backward_options._schema.arguments[9:]] == list(Options._fields[:8])
+
+
+@pytest.mark.parametrize("kind", WITH_GRADIENTS + MODIFIED)
+def test_operators_with_options_pass_opcheck(kind):
+    arguments = (*tensors(), None, kind == "softcap", *ops.flatten(options_for(kind)))
+    torch.library.opcheck(ops.forward_options, arguments)
+    torch.library.opcheck(ops.forward_lse_options, arguments)
+
+
+@pytest.mark.parametrize("kind", WITH_GRADIENTS)
+def test_operators_with_options_pass_opcheck_with_gradients(kind):
+    options = ops.flatten(options_for(kind, requires_grad=True))
+    torch.library.opcheck(ops.forward_options, (*tensors(requires_grad=True), 0.3, True, *options))
+    torch.library.opcheck(ops.forward_lse_options, (*tensors(requires_grad=True), 0.3, True, *options))
+
+
+@pytest.mark.parametrize("kind", WITH_GRADIENTS)
+def test_the_backward_operator_with_options_passes_opcheck(kind):
+    q, k, v = tensors()
+    options = ops.flatten(options_for(kind))
+    out, lse = ops.forward_lse_options(q, k, v, None, True, *options)
+    arguments = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, None, True, *options[:8])
+    torch.library.opcheck(ops.backward_options, arguments)
+    given = ops.backward_options(*arguments)[3:]
+    assert [tuple(x.shape) for x in given] == [(0,) if x is None else tuple(x.shape) for x in (options[4], options[5])]
+
+
+def test_options_may_be_named():
+    q, k, v = tensors()
+    sink = torch.randn(4)
+    named = torch.ops.fa3.forward(q, k, v, None, False, sink=sink, window_left=3)
+    assert torch.equal(named, fa3.flash_attn_func(q, k, v, window_size=(3, -1), sink=sink))
+
+
+def test_an_operator_whose_options_say_nothing_is_the_plain_one():
+    q, k, v = tensors(requires_grad=True)
+    out, lse = ops.forward_lse_options(q, k, v, None, True)
+    assert torch.equal(out, ops.forward(q, k, v, None, True))
+    with torch.no_grad():
+        *gradients, dsink, dqv = ops.backward_options(out, lse, q, k, v, out, lse, None, True)
+        expected = ops.backward(out, lse, q, k, v, out, lse, None, True)
+    assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
+    assert dsink.shape == dqv.shape == (0,)
+    by_autograd = torch.autograd.grad((out, lse), (q, k, v), (out.detach(), lse.detach()))
+    assert all(torch.equal(one, other) for one, other in zip(gradients, by_autograd, strict=True))
+
+
+def test_a_twin_that_this_process_does_not_know_is_named():
+    with pytest.raises(ValueError, match=r"'nowhere:unknown' has no PyTorch twin in this process"):
+        ops.forward_options(*tensors(), None, False, mask_mod="nowhere:unknown")
+
+
+def test_blocks_without_their_mask_are_refused():
+    blocks = options_for("block_mask").block_mask
+    with pytest.raises(TypeError, match="mask_mod must be a MaskMod"):
+        ops.forward_options(*tensors(), None, False, block_counts=blocks.counts, block_indices=blocks.indices)
+
+
+def call(options):
+    """A call as users write it, of the options' fields."""
+    given = {name: x for name, x in options._asdict().items() if not name.startswith("window")}
+    window = (options.window_left, options.window_right)
+    return lambda q, k, v: fa3.flash_attn_func(q, k, v, window_size=window, **given, return_lse=True)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("kind", ["window", "all with gradients", "block_mask", "both mods"])
+def test_torch_compile_needs_no_graph_break_for_options(kind, dynamic):
+    torch._dynamo.reset()
+    options = options_for(kind, requires_grad=kind in WITH_GRADIENTS)
+    attend = call(options)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    inputs = tensors(requires_grad=kind in WITH_GRADIENTS)
+    results, expected = compiled(*inputs), attend(*inputs)
+    if kind in WITH_GRADIENTS:
+        inputs = [*inputs, *(x for x in (options.sink, options.qv) if x is not None and "all" in kind)]
+        results, expected = (
+            (*both, *torch.autograd.grad(both[0].square().sum() + both[1].sum(), inputs))
+            for both in (results, expected)
+        )
+    for one, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_modification_may_be_made_inside_of_a_compiled_function():
+    torch._dynamo.reset()
+
+    def attend(q, k, v, slopes, ids):
+        return fa3.flash_attn_func(q, k, v, score_mod=alibi(slopes), mask_mod=document(ids))
+
+    inputs = (*tensors(), alibi_slopes(4), torch.arange(11, dtype=torch.int32).div(4).int().repeat(2, 1))
+    torch.testing.assert_close(torch.compile(attend, backend="eager")(*inputs), attend(*inputs))
+
+
+def test_torch_export_keeps_one_operator_with_options():
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.sink = torch.nn.Parameter(torch.randn(4), requires_grad=False)
+
+        def forward(self, q, k, v):
+            return fa3.flash_attn_func(q, k, v, window_size=(4, 0), softcap=3.0, sink=self.sink)
+
+    inputs, attention = tensors(dtype=torch.float32), Attention()
+    exported = torch.export.export(attention, inputs)
+    targets = [node.target for node in exported.graph.nodes if node.op == "call_function"]
+    assert targets == [ops.forward_options]
+    assert torch.equal(exported.module()(*inputs), attention(*inputs))
+
+
+BAD_OPTION_TENSORS = {
+    "a sink for other heads": {"sink": lambda: torch.zeros(3)},
+    "a sink of integers": {"sink": lambda: torch.zeros(4, dtype=torch.int32)},
+    "a qv of another length": {"qv": lambda: torch.zeros(2, 8, 4, 8, dtype=torch.float64)},
+    "a qv of another dtype": {"qv": lambda: torch.zeros(2, 9, 4, 8)},
+    "slopes of other heads": {"score_mod": lambda: alibi(alibi_slopes(8))},
+}
+
+
+@pytest.mark.parametrize("make", BAD_OPTION_TENSORS.values(), ids=BAD_OPTION_TENSORS)
+def test_fakes_complain_about_options_as_the_kernels_do(make):
+    def complaint():
+        with pytest.raises((TypeError, ValueError)) as caught:
+            fa3.flash_attn_func(*tensors(), **{name: value() for name, value in make.items()})
+        return caught.type, str(caught.value)
+
+    expected = complaint()
+    with FakeTensorMode():
+        assert complaint() == expected
