@@ -5,6 +5,8 @@ Pure Python and pure arithmetic: nothing here touches a GPU, torch or the compil
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -125,20 +127,8 @@ def plan(problem: Problem, device: DeviceFacts) -> Plan:
     missing = why_not(problem)
     if missing is not None:
         raise NotImplementedError(missing)
-    choice, packed = tiles_of(problem, device)
-    spec = make_spec(
-        problem.dtype,
-        tile_class(problem.head_dim, problem.head_dim_v),
-        problem.mask,
-        choice,
-        softcap=problem.softcap > 0.0,
-        pack_gqa=packed,
-        qv=problem.qv,
-        score_mod=problem.score_mod,
-        mask_mod=problem.mask_mod,
-        score_aux=",".join(problem.score_aux),
-        mask_aux=",".join(problem.mask_aux),
-    )
+    choice, spec = kernel_of(problem, device)
+    packed = spec.pack_gqa
     order = order_of(problem, spec, device)
     multiprocessors = available(problem, device)
     reasons = (
@@ -172,36 +162,63 @@ def available(problem: Problem, device: DeviceFacts) -> int:
     return max(1, device.sm_count - problem.sm_margin)
 
 
-def tiles_of(problem: Problem, device: DeviceFacts) -> tuple[TileChoice, bool]:
-    """The tiles for a problem, and whether query heads are packed into them."""
+def kernel_of(problem: Problem, device: DeviceFacts) -> tuple[TileChoice, ForwardSpec]:
+    """The tiles for a problem, and the kernel."""
+    kind = tile_class(problem.head_dim, problem.head_dim_v)
+    features: dict[str, bool | str] = {
+        "softcap": problem.softcap > 0.0,
+        "qv": problem.qv,
+        "score_mod": problem.score_mod,
+        "mask_mod": problem.mask_mod,
+        "score_aux": ",".join(problem.score_aux),
+        "mask_aux": ",".join(problem.mask_aux),
+    }
+
+    def spec(choice: TileChoice, packed: bool = False) -> ForwardSpec:
+        return make_spec(problem.dtype, kind, problem.mask, choice, pack_gqa=packed, **features)
+
+    modified = bool(problem.score_mod or problem.mask_mod)
+    usual = usual_tiles(problem)
+    candidates = [(usual, spec(usual))]
+    if problem.pack_gqa and problem.group_size > 1 and not modified and not problem.qv:
+        candidates = [(choice, spec(choice, True)) for choice in PACKED[kind]]
+    elif tile_count(problem, candidates[0][1]) < SMALL_GRID * available(problem, device):
+        others = [(choice, spec(choice)) for choice in SMALL[kind]]
+        if problem.pack_gqa is None and problem.group_size > 1 and not modified and not problem.qv:
+            others += [(choice, spec(choice, True)) for choice in PACKED[kind]]
+        # Only kernels that everybody has: nobody waits for a compilation to gain some microseconds.
+        candidates += [other for other in others if other[1] in _everybodys()]
+    # Of equals the first: the one that long sequences have.
+    return min(candidates, key=lambda candidate: _time(problem, device, *candidate))
+
+
+@functools.cache
+def _everybodys() -> frozenset[ForwardSpec]:
+    return frozenset(_forward())
+
+
+def usual_tiles(problem: Problem) -> TileChoice:
+    """The tiles of a problem that fills the card."""
     kind = tile_class(problem.head_dim, problem.head_dim_v)
     if problem.qv:
-        return QV[kind], False
-    if problem.score_mod or problem.mask_mod:
-        return MODIFIED[kind], False
-    rows = ((math.inf, MODIFIED[kind]),) if problem.softcap else TILES[kind]["full" if problem.mask == "full" else "causal"]
-    usual = next(choice for limit, choice in rows if problem.seqlen_k <= limit)
-    candidates = [(usual, False)]
-    if problem.pack_gqa is True and problem.group_size > 1:
-        candidates = [(choice, True) for choice in PACKED[kind]]
-    elif tile_count(problem, usual.tile_m, False) < SMALL_GRID * available(problem, device):
-        candidates += [(choice, False) for choice in SMALL[kind]]
-        if problem.pack_gqa is None and problem.group_size > 1:
-            candidates += [(choice, True) for choice in PACKED[kind]]
-    # Of equals the first: the one that long sequences have.
-    return min(candidates, key=lambda candidate: _seconds(problem, device, *candidate))
+        return QV[kind]
+    if problem.score_mod or problem.mask_mod or problem.softcap:
+        return MODIFIED[kind]
+    rows = TILES[kind][problem.mask]
+    return next(choice for limit, choice in rows if problem.seqlen_k <= limit)
 
 
-def tile_count(problem: Problem, tile_m: int, packed: bool) -> int:
+def tile_count(problem: Problem, spec: ForwardSpec) -> int:
     """Tiles of the output."""
+    packed = spec.pack_gqa
     rows = problem.seqlen_q * (problem.group_size if packed else 1)
-    return math.ceil(rows / tile_m) * (problem.heads_kv if packed else problem.heads_q) * problem.batch
+    return math.ceil(rows / spec.tile_m) * (problem.heads_kv if packed else problem.heads_q) * problem.batch
 
 
-def _seconds(problem: Problem, device: DeviceFacts, choice: TileChoice, packed: bool) -> float:
+def _time(problem: Problem, device: DeviceFacts, choice: TileChoice, spec: ForwardSpec) -> float:
     """Time of a small grid, in no unit: rounds of tiles, each as long as its tiles."""
-    rounds = tile_count(problem, choice.tile_m, packed) / available(problem, device)
-    if problem.mask == "causal" and problem.seqlen_q > choice.tile_m:
+    rounds = tile_count(problem, spec) / available(problem, device)
+    if spec.causal and problem.seqlen_q > spec.tile_m:
         # The longest come first and the short ones fill the gaps: half of all, but never less than the longest.
         return max(1.0, rounds / 2 + 0.25) * choice.cost
     return math.ceil(rounds) * choice.cost
@@ -238,7 +255,7 @@ def order_of(problem: Problem, spec: ForwardSpec, device: DeviceFacts) -> Order:
     """
     group = 1 if spec.pack_gqa else problem.group_size
     heads = (problem.heads_kv if spec.pack_gqa else problem.heads_q) * problem.batch
-    tiles = tile_count(problem, spec.tile_m, spec.pack_gqa)
+    tiles = tile_count(problem, spec)
     m_blocks = tiles // max(heads, 1)
     blocks = min(tiles, available(problem, device))
     # The kernel divides by it, whatever else is empty.
@@ -349,56 +366,57 @@ def shipped_specs(preset: str) -> tuple[ForwardSpec, ...]:
     raise ValueError(f"preset={preset!r}: allowed are {', '.join(PRESETS)}")
 
 
+#: Tile classes of which kernels with packed heads are shipped.
+_COMMON = ((64, 64), (128, 128))
+
+
 def _forward() -> Iterator[ForwardSpec]:
     for dtype in ELEMENT_BYTES:
         for kind, masks in TILES.items():
             for mask, rows in masks.items():
                 for _, choice in rows:
                     yield make_spec(dtype, kind, mask, choice)
-                for choice in SMALL[kind]:
+                for choice in SMALL[kind] if mask != "window" else ():
                     yield make_spec(dtype, kind, mask, choice)
-                for choice in PACKED[kind] if kind in ((64, 64), (128, 128)) else ():
+                for choice in PACKED[kind] if kind in _COMMON else ():
                     yield make_spec(dtype, kind, mask, choice, pack_gqa=True)
-            yield make_spec(dtype, kind, "window", masks["causal"][-1][1])
 
 
 def _features() -> Iterator[ForwardSpec]:
-    """One of each option that changes the machine code; the rest are compiled when they are first asked for."""
+    """Of each option that changes the machine code, and of some together; others are compiled when first asked for."""
     alibi = {"score_mod": "fa3.kernels.mods:alibi", "score_aux": "f1"}
     bias = {"score_mod": "fa3.kernels.mods:relative_bias", "score_aux": "f2"}
     prefix = {"mask_mod": "fa3.kernels.mods:prefix_lm", "mask_aux": "i1"}
     document = {"mask_mod": "fa3.kernels.mods:document_causal", "mask_aux": "i2"}
+    for kind, mask in (*(((128, 128), mask) for mask in TILES[128, 128]), ((64, 64), "causal"), ((256, 256), "full")):
+        yield make_spec("bf16", kind, mask, MODIFIED[kind], softcap=True)
+    yield make_spec("bf16", 128, "causal", MODIFIED[128, 128], **alibi)
     for kind in ((64, 64), (128, 128), (256, 256)):
-        for mask in ("full", "causal", "window"):
-            yield make_spec("bf16", kind, mask, MODIFIED[kind], softcap=True)
-        yield make_spec("bf16", kind, "causal", MODIFIED[kind], **alibi)
         yield make_spec("bf16", kind, "blocks", MODIFIED[kind], **document)
     yield make_spec("bf16", 128, "full", MODIFIED[128, 128], **bias, **prefix)
     yield make_spec("bf16", 128, "window", MODIFIED[128, 128], softcap=True, **bias, **prefix)
-    for kind in ((64, 64), (64, 256), (128, 128)):
-        for mask in ("full", "causal"):
-            yield make_spec("bf16", kind, mask, QV[kind], qv=True)
+    for kind, mask in (((64, 256), "full"), ((64, 256), "causal"), ((128, 128), "causal")):
+        yield make_spec("bf16", kind, mask, QV[kind], qv=True)
 
 
 def _schedules() -> Iterator[ForwardSpec]:
     switches = (False, True)
-    for kind in ((64, 64), (128, 128), (256, 256)):
-        for mask, rows in TILES[kind].items():
-            full = make_spec("bf16", kind, mask, rows[-1][1])
-            # The whole grid of switches at d 128; elsewhere all of them off.
-            grid = [(w, p, o) for w in switches for p in switches for o in switches]
-            if kind != (128, 128):
-                grid = [(w, p, o) for w, p, o in grid if w + p + o == 0]
-            for specialized, pingpong, overlap in grid:
-                yield replace(full, warp_specialized=specialized, pingpong=pingpong, overlap=overlap)
-        yield replace(full, rescale_threshold=0.0)
-    # One and two warpgroups, one stage and more than two.
-    yield make_spec("bf16", 128, "causal", TileChoice(128, 64, 4))
-    yield make_spec("bf16", 128, "full", TileChoice(192, 80, 1))
-    # The paper's ablation is in fp16.
+    # The paper's ablation is in fp16, at d 128 without a mask.
     full = make_spec("fp16", 128, "full", TILES[128, 128]["full"][-1][1])
-    for specialized, pingpong, overlap in ((False, True, True), (True, False, True), (True, True, False)):
+    for specialized, pingpong, overlap in itertools.product(switches, switches, switches):
         yield replace(full, warp_specialized=specialized, pingpong=pingpong, overlap=overlap)
-    yield replace(full, pingpong=False, overlap=False)
+    # Elsewhere each switch off alone, or all of them.
+    causal = make_spec("bf16", 128, "causal", TILES[128, 128]["causal"][-1][1])
+    for switch in ("warp_specialized", "pingpong", "overlap"):
+        yield replace(causal, **{switch: False})  # type: ignore[arg-type]
+    for spec in (
+        causal,
+        make_spec("bf16", 64, "full", TILES[64, 64]["full"][-1][1]),
+        make_spec("bf16", 256, "causal", TILES[256, 256]["causal"][-1][1]),
+    ):
+        yield replace(spec, warp_specialized=False, pingpong=False, overlap=False)
     # A window without a producer warp: skipped steps load too.
-    yield replace(make_spec("bf16", 128, "window", TILES[128, 128]["causal"][-1][1]), warp_specialized=False)
+    yield replace(make_spec("bf16", 128, "window", TILES[128, 128]["window"][-1][1]), warp_specialized=False)
+    # References that always move; a single stage.
+    yield replace(make_spec("bf16", 128, "full", TILES[128, 128]["full"][-1][1]), rescale_threshold=0.0)
+    yield make_spec("bf16", 128, "full", TileChoice(192, 80, 1))

@@ -15,7 +15,8 @@ class TileChoice:
         tile_n: keys of one step.
         stages: key tiles in shared memory at once.
         reason: why.
-        cost: time of one tile over the same keys, relative to the usual tile of its class.
+        cost: time of one tile over the same keys, relative to the usual one of its class for long sequences: from
+            the sweep, at 16k tokens.
     """
 
     tile_m: int
@@ -30,72 +31,84 @@ Rows = tuple[tuple[float, TileChoice], ...]
 
 _REST = math.inf
 
-#: (head_dim, head_dim_v) of the tile class -> mask -> rows. A window has those of the causal mask.
+_D64_FOUR = TileChoice(256, 64, 4, "four warpgroups: the fewest cycles on short rows", 1.43)
+_D64_THREE = TileChoice(192, 128, 3, "three warpgroups: the fewest cycles on long rows; wider tiles spill")
+_D96 = TileChoice(192, 112, 3, "three warpgroups; 128 keys spill")
+_D128 = TileChoice(192, 80, 3, "three warpgroups: fewer cycles than two of 128 or 176 keys; wider tiles spill")
+_D64_V256 = TileChoice(128, 96, 2, "two warpgroups: their output alone takes 128 registers")
+_D192_V128 = TileChoice(192, 80, 2, "three warpgroups; two of 128 keys are within 2%")
+_D192 = TileChoice(128, 80, 2, "two warpgroups; 64, 96 and 112 keys are within 3%")
+_D256 = TileChoice(128, 64, 2, "two stages fit; 80 keys, the most that fit, gain nothing")
+
+#: (head_dim, head_dim_v) of the tile class -> mask -> rows.
 TILES: dict[tuple[int, int], dict[str, Rows]] = {
     (64, 64): {
-        "full": (
-            (1024, TileChoice(256, 64, 4, "four warpgroups: the fewest cycles on short rows")),
-            (_REST, TileChoice(192, 128, 3, "three warpgroups: the fewest cycles on long rows; wider tiles spill")),
-        ),
-        "causal": (
-            (2048, TileChoice(256, 64, 4, "as without a mask")),
-            (_REST, TileChoice(192, 128, 3, "as without a mask")),
-        ),
+        "full": ((1024, _D64_FOUR), (_REST, _D64_THREE)),
+        "causal": ((2048, _D64_FOUR), (_REST, _D64_THREE)),
+        "window": ((_REST, _D64_FOUR),),
     },
     (96, 96): {
-        "full": ((_REST, TileChoice(192, 112, 3, "three warpgroups")),),
-        "causal": ((_REST, TileChoice(192, 96, 3, "as without a mask")),),
+        "full": ((_REST, _D96),),
+        "causal": ((_REST, _D96),),
+        "window": ((_REST, TileChoice(192, 96, 3, "fewer keys waste less at the edges of a window")),),
     },
     (128, 128): {
-        "full": (
-            (
-                _REST,
-                TileChoice(192, 80, 3, "three warpgroups: fewer cycles than two of 128 or 176 keys; wider tiles spill"),
-            ),
-        ),
-        "causal": (
-            (1024, TileChoice(192, 64, 3, "narrow key tiles waste less on the diagonal of short rows")),
-            (_REST, TileChoice(192, 80, 3, "as without a mask")),
-        ),
+        "full": ((_REST, _D128),),
+        "causal": ((_REST, _D128),),
+        "window": ((_REST, TileChoice(192, 64, 3, "fewer keys waste less at the edges of a window")),),
     },
     (64, 256): {
-        "full": ((_REST, TileChoice(128, 96, 2, "two warpgroups")),),
-        "causal": ((_REST, TileChoice(128, 96, 2, "as without a mask")),),
+        "full": ((_REST, _D64_V256),),
+        "causal": ((_REST, _D64_V256),),
+        "window": ((_REST, TileChoice(128, 64, 2, "fewer keys waste less at the edges of a window")),),
     },
     (192, 128): {
-        "full": ((_REST, TileChoice(192, 80, 3, "three warpgroups")),),
-        "causal": ((_REST, TileChoice(192, 80, 3, "as without a mask")),),
+        "full": ((_REST, _D192_V128),),
+        "causal": ((_REST, _D192_V128),),
+        "window": ((_REST, TileChoice(192, 64, 3, "fewer keys waste less at the edges of a window")),),
     },
     (192, 192): {
-        "full": ((_REST, TileChoice(128, 112, 2, "two warpgroups")),),
-        "causal": ((_REST, TileChoice(128, 96, 2, "as without a mask")),),
+        "full": ((_REST, _D192),),
+        "causal": ((_REST, _D192),),
+        "window": ((_REST, TileChoice(128, 64, 3, "fewer keys waste less at the edges of a window")),),
     },
     (256, 256): {
-        "full": ((_REST, TileChoice(128, 64, 2, "two stages fit; 80 keys, the most that fit, gain nothing")),),
-        "causal": ((_REST, TileChoice(128, 64, 2, "as without a mask")),),
+        "full": ((_REST, _D256),),
+        "causal": ((_REST, _D256),),
+        "window": ((_REST, _D256),),
     },
 }
 
-#: Tile class -> smaller tiles, tried where the usual ones make few rounds.
+_FEW = "few tiles: smaller ones fill the card"
+
+#: Tile class -> other tiles, tried where the usual ones make few rounds.
 SMALL: dict[tuple[int, int], tuple[TileChoice, ...]] = {
     (64, 64): (
-        TileChoice(128, 128, 3, "few tiles: smaller ones fill the card", 0.61),
-        TileChoice(64, 128, 4, "few tiles: the smallest fill the card", 0.41),
+        _D64_FOUR,
+        _D64_THREE,
+        TileChoice(128, 128, 3, _FEW, 0.86),
+        TileChoice(64, 128, 4, _FEW, 0.59),
     ),
-    (96, 96): (TileChoice(64, 128, 3, "few tiles: the smallest fill the card", 0.45),),
-    (128, 128): (
-        TileChoice(128, 128, 2, "few tiles: smaller ones fill the card", 0.75),
-        TileChoice(64, 128, 3, "few tiles: the smallest fill the card", 0.52),
-    ),
-    (64, 256): (TileChoice(64, 96, 2, "few tiles: the smallest fill the card", 0.6),),
-    (192, 128): (TileChoice(64, 128, 2, "few tiles: the smallest fill the card", 0.5),),
-    (192, 192): (TileChoice(64, 96, 2, "few tiles: the smallest fill the card", 0.6),),
-    (256, 256): (TileChoice(64, 64, 2, "few tiles: the smallest fill the card", 0.64),),
+    (96, 96): (TileChoice(128, 128, 3, _FEW, 0.74),),
+    (128, 128): (TileChoice(128, 128, 2, _FEW, 0.73), TileChoice(64, 128, 3, _FEW, 0.54)),
+    (64, 256): (),
+    (192, 128): (TileChoice(128, 128, 2, _FEW, 0.66), TileChoice(64, 128, 2, _FEW, 0.5)),
+    (192, 192): (),
+    (256, 256): (TileChoice(64, 64, 2, _FEW, 0.66),),
 }
 
 #: Tile class -> tiles in which the query heads of a group are packed.
 PACKED: dict[tuple[int, int], tuple[TileChoice, ...]] = {
-    kind: tuple(choice for choice in choices if choice.tile_m == 64) for kind, choices in SMALL.items()
+    kind: (TileChoice(64, tile_n, stages, "few rows: one warpgroup has them all", cost),)
+    for kind, (tile_n, stages, cost) in {
+        (64, 64): (128, 4, 0.59),
+        (96, 96): (128, 3, 0.55),
+        (128, 128): (128, 3, 0.54),
+        (64, 256): (64, 2, 0.64),
+        (192, 128): (128, 2, 0.5),
+        (192, 192): (64, 2, 0.69),
+        (256, 256): (64, 2, 0.66),
+    }.items()
 }
 
 #: Tile class -> tiles for caps, modifications and block masks: two warpgroups, which have registers to spare.
@@ -120,9 +133,15 @@ QV: dict[tuple[int, int], TileChoice] = {
     (256, 256): TileChoice(64, 48, 2, "qv takes a tile of its own"),
 }
 
+
+def _from_text(text: str) -> TileChoice:
+    tile_m, tile_n, stages = (int(size) for size in text.split("x"))
+    return TileChoice(tile_m, tile_n, stages)
+
+
 #: Tile class -> tiles that the sweep tries; none of them spills.
 CANDIDATES: dict[tuple[int, int], tuple[TileChoice, ...]] = {
-    kind: tuple(TileChoice(*map(int, tile.split("x"))) for tile in tiles.split())
+    kind: tuple(_from_text(tile) for tile in tiles.split())
     for kind, tiles in {
         (64, 64): "256x64x4 192x128x3 192x96x4 128x128x3 64x128x4",
         (96, 96): "192x112x3 192x96x3 192x80x4 256x48x4 128x176x2 128x144x3 128x128x3 64x128x3",

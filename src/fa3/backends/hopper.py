@@ -140,11 +140,11 @@ def _key(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: b
 
 def _options_key(options: Options) -> tuple[Any, ...]:
     """The same of the options."""
-    mods = (options.score_mod, options.mask_mod, options.block_mask and options.block_mask.mask_mod)
+    block_mask = options.block_mask
+    mods = (options.score_mod, options.mask_mod, None if block_mask is None else block_mask.mask_mod)
     tensors = [options.sink, options.qv]
     for mod in mods:
         tensors.extend(() if mod is None else mod.aux)
-    block_mask = options.block_mask
     if block_mask is not None:
         tensors += [block_mask.counts, block_mask.indices]
     return (

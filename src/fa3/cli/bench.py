@@ -88,7 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``fa3 bench``."""
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--ablation", action="store_true", help="the switches of the schedule, off and on, at one cell")
-    kind.add_argument("--sweep", action="store_true", help="all candidate tiles, for the tile tables; needs preset sweep")
+    kind.add_argument(
+        "--sweep", action="store_true", help="all candidate tiles, for the tile tables; needs preset sweep"
+    )
     kind.add_argument("--host", action="store_true", help="host time of a call, at a tiny shape")
     parser.add_argument("--cells", help="D-MASK-SEQLEN,... instead of the grid, e.g. 128-full-16384,64-causal-4096")
     parser.add_argument("--head-dims", help="head dims of the grid, with commas")

@@ -251,7 +251,9 @@ class Worker:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps({**self._request, "spec": spec.as_dict()}).encode() + b"\n")
+            # A modification of the caller's own is found where the caller would find it.
+            request = {**self._request, "spec": spec.as_dict(), "path": [os.path.abspath(place) for place in sys.path]}
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
         except OSError:
@@ -393,6 +395,7 @@ def _serve(scratch: str) -> None:
         request = json.loads(line)
         try:
             target = Target(**request["target"])
+            sys.path += [place for place in request["path"] if place not in sys.path]
             if not selected:
                 _select_flavour(target.cuda_major)
                 selected = True

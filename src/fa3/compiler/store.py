@@ -15,6 +15,7 @@ import errno
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -57,6 +58,25 @@ def sources_hash() -> str:
     return digest.hexdigest()
 
 
+#: Modules whose sources are in ``sources_hash`` already.
+_OWN_MODS = "fa3.kernels."
+
+
+def module_hash(module: str) -> str:
+    """SHA-256 over the file of a module, which is found but not imported (its packages are).
+
+    Raises:
+        StoreError: there is no such module here, or it has no file.
+    """
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise StoreError(f"module {module}, which has a function for a kernel, cannot be found: {error}") from error
+    if found is None or found.origin is None or not Path(found.origin).is_file():
+        raise StoreError(f"module {module}, which has a function for a kernel, cannot be found, or has no file")
+    return hashlib.sha256(Path(found.origin).read_bytes()).hexdigest()
+
+
 class Store:
     """Stacked folders of artifacts, first hit wins; the first one that is ours and writable takes new ones.
 
@@ -95,7 +115,12 @@ class Store:
 
     def key(self, spec: Spec) -> str:
         """64 hex digits: SHA-256 over the spec, the sources that decide its code, and the target."""
-        identity = {"spec": spec.as_dict(), "sources": sources_hash(), "target": self.target.as_dict()}
+        fields = spec.as_dict()
+        identity = {"spec": fields, "sources": sources_hash(), "target": self.target.as_dict()}
+        mods = [name for field in ("score_mod", "mask_mod") if (name := fields.get(field))]
+        foreign = {name: module_hash(name.partition(":")[0]) for name in mods if not name.startswith(_OWN_MODS)}
+        if foreign:
+            identity["mods"] = foreign
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def find(self, spec: Spec) -> Path | None:

@@ -555,9 +555,7 @@ class ForwardKernel:
         if me.warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def make_qv_operand(
-        self, mma: cute.TiledMma, mma_slice: Any, shared: Shared, group: Int32
-    ) -> cute.Tensor | None:
+    def make_qv_operand(self, mma: cute.TiledMma, mma_slice: Any, shared: Shared, group: Int32) -> cute.Tensor | None:
         """Descriptors of the group's qv tile."""
         if not self.spec.qv:
             return None

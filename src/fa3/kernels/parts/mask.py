@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 
-from .layout import ROWS_PER_THREAD, column_in_tile
+from .layout import ROWS_PER_THREAD
 
 
 class Mask(NamedTuple):
@@ -87,11 +87,32 @@ class Mask(NamedTuple):
         ``first_key + column_in_tile(c)``.
         """
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            end = self.end_key(queries[r], kind) - first_key
             row = scores[r, None]
-            for c in cutlass.range_constexpr(cute.size(row)):
-                row[c] = row[c] if Int32(column_in_tile(c)) < end else -Float32.inf
+            end = columns_before(self.end_key(queries[r], kind) - first_key)
+            begin = Int32(0)
             if const_expr(kind == "window"):
-                begin = self.first_key(queries[r], kind) - first_key
-                for c in cutlass.range_constexpr(cute.size(row)):
-                    row[c] = row[c] if Int32(column_in_tile(c)) >= begin else -Float32.inf
+                begin = columns_before(self.first_key(queries[r], kind) - first_key)
+            for word in cutlass.range_constexpr((cute.size(row) + 31) // 32):
+                bits = lowest_bits(end - 32 * word)
+                if const_expr(kind == "window"):
+                    bits = bits & ~lowest_bits(begin - 32 * word)
+                for c in cutlass.range_constexpr(32 * word, min(32 * word + 32, cute.size(row))):
+                    row[c] = row[c] if bits & Uint32(1 << (c % 32)) != Uint32(0) else -Float32.inf
+
+
+@cute.jit
+def columns_before(key: Int32) -> Int32:
+    """How many of a thread's columns lie before the ``key``-th key after the first column; see ``column_in_tile``."""
+    key = cutlass.max(key, 0)
+    return 2 * (key // 8) + cutlass.min(key % 8, 2)
+
+
+@cute.jit
+def lowest_bits(count: Int32) -> Uint32:
+    """A word whose lowest ``count`` bits are set: none below 1, all from 32 on.
+
+    One word says of 32 columns whether they are seen. The assembler turns the tests of its bits into predicates, many
+    at once, where comparing each column with a bound costs an instruction of its own.
+    """
+    some = Uint32((Uint32(1) << Uint32(cutlass.min(cutlass.max(count, 0), 31))) - Uint32(1))
+    return Uint32(0xFFFFFFFF) if count >= 32 else some
