@@ -49,7 +49,7 @@ def sees(i, j, seqlen_q, seqlen_k, causal, window, chunk):
 
 def bend(score, batch, head, q_index, kv_index, factors, offsets):
     """Of tensors and of plain numbers alike."""
-    return score * factors[batch] + score**2 * head + offsets[kv_index] - q_index / 4
+    return score * factors[batch] + score**2 * head + offsets[kv_index] - factors[batch] * q_index / 4
 
 
 def sieve(batch, head, q_index, kv_index, numbers):
