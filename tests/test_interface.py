@@ -18,9 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import fa3
 from fa3 import backends, interface
 from fa3.backends import tiled
-from fa3.block_masks import create_block_mask
-from fa3.mods import MaskMod, ScoreMod, alibi, alibi_slopes, document
-from fa3.options import Options
 
 SIGNATURE = (
     "q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
