@@ -1,6 +1,7 @@
-"""Kernel bricks as functions of the host: loops over cases that read and write plain tables in memory.
+"""Kernel bricks as functions of the host: layouts, masks, the order of tiles, lists of blocks, rings of stages.
 
-Every pointer is the address of a contiguous CPU tensor. Functions of the DSL must stand in a real file.
+Loops over cases that read and write plain tables in memory: every pointer is the address of a contiguous CPU tensor.
+Functions of the DSL must stand in a real file.
 """
 
 import cutlass
@@ -8,22 +9,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from fa3.kernels.parts import barriers, layout, mask, softmax, tiles
+from fa3.kernels.parts import barriers, copies, layout, mask, rows, tiles
 
 WARPGROUP_THREADS = 128
 
-#: Keys of a tile whose row bounds are asked for.
-TILE_NS = (16, 48, 64, 80, 128, 176)
+#: Kinds of masks that are an interval of keys.
+KINDS = ("full", "causal", "window")
 
 #: Depths of a pipeline.
 STAGES = (1, 2, 3, 4)
 
-#: Columns of the score tiles here: 16 registers of each thread, in 2 rows.
+#: Columns of a score tile here: 16 registers of each thread, in 2 rows.
 COLUMNS = 32
 ROW_VALUES = COLUMNS // 4
-
-#: Columns of V and of the output of ``online_softmax``.
-OUTPUT_VALUES = 4
 
 
 def table(address: Int64, dtype: type[cutlass.Numeric], shape: tuple) -> cute.Tensor:
@@ -32,41 +30,7 @@ def table(address: Int64, dtype: type[cutlass.Numeric], shape: tuple) -> cute.Te
     return cute.make_tensor(pointer, cute.make_ordered_layout(shape, order=tuple(reversed(range(len(shape))))))
 
 
-@cute.jit
-def key_bounds(cases_address: Int64, out_address: Int64, count: Int32):
-    """cases (count, 3: row, seqlen_q, seqlen_k) -> out (count, tile_n, causal, 3: keys, tiles, whole tiles)."""
-    cases = table(cases_address, Int32, (count, 3))
-    out = table(out_address, Int32, (count, len(TILE_NS), 2, 3))
-    for i in cutlass.range(count, unroll=1):
-        row, seqlen_q, seqlen_k = cases[i, 0], cases[i, 1], cases[i, 2]
-        for t in cutlass.range_constexpr(len(TILE_NS)):
-            for c in cutlass.range_constexpr(2):
-                causal = c == 1
-                out[i, t, c, 0] = mask.visible_keys(row, seqlen_q, seqlen_k, causal)
-                out[i, t, c, 1] = mask.key_tiles(row, seqlen_q, seqlen_k, TILE_NS[t], causal)
-                out[i, t, c, 2] = mask.whole_key_tiles(row, seqlen_q, seqlen_k, TILE_NS[t], causal)
-
-
-@cute.jit
-def masked_tiles(cases_address: Int64, out_address: Int64, count: Int32):
-    """cases (count, 4: tile's first row, first key, seqlen_q, seqlen_k) -> out (count, causal, thread, register).
-
-    Register ``i`` of each thread holds the score ``i`` before the mask.
-    """
-    cases = table(cases_address, Int32, (count, 4))
-    out = table(out_address, Float32, (count, 2, WARPGROUP_THREADS, COLUMNS // 2))
-    scores = cute.make_rmem_tensor(COLUMNS // 2, Float32)
-    for i in cutlass.range(count, unroll=1):
-        for thread in cutlass.range(WARPGROUP_THREADS, unroll=1):
-            lane = thread % 32
-            row = cases[i, 0] + layout.first_row(thread // 32, lane)
-            key = cases[i, 1] + layout.first_column(lane)
-            for c in cutlass.range_constexpr(2):
-                for v in cutlass.range_constexpr(cute.size(scores)):
-                    scores[v] = Float32(v)
-                mask.mask_scores(layout.rows_and_columns(scores), row, key, cases[i, 2], cases[i, 3], c == 1)
-                for v in cutlass.range_constexpr(cute.size(scores)):
-                    out[i, c, thread, v] = scores[v]
+# Layouts ----------------------------------------------------------------------------------------------------------
 
 
 @cute.jit
@@ -106,6 +70,92 @@ def accumulator_layout(ours_address: Int64, chip_address: Int64, operand_address
 
 
 @cute.jit
+def orders_of_v(out_address: Int64, keys: cutlass.Constexpr, columns: cutlass.Constexpr, stages: cutlass.Constexpr):
+    """out (key, column, stage, 2): where an element of V lies, seen as (columns, keys) and as (keys, columns)."""
+    out = table(out_address, Int32, (keys, columns, stages, 2))
+    by_column = copies.shared_layout(cutlass.BFloat16, (columns, keys, stages), OperandMajorMode.MN)
+    by_key = copies.shared_layout(cutlass.BFloat16, (keys, columns, stages), OperandMajorMode.K)
+    for key in cutlass.range(keys, unroll=1):
+        for column in cutlass.range(columns, unroll=1):
+            for stage in cutlass.range(stages, unroll=1):
+                out[key, column, stage, 0] = by_column((column, key, stage))
+                out[key, column, stage, 1] = by_key((key, column, stage))
+
+
+# Masks ------------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def keys_of_queries(cases_address: Int64, out_address: Int64, count: Int32):
+    """cases (count, 6: query, seqlen_q, seqlen_k, left, right, chunk) -> out (count, kind, 2: first key, end key)."""
+    cases = table(cases_address, Int32, (count, 6))
+    out = table(out_address, Int32, (count, len(KINDS), 2))
+    for i in cutlass.range(count, unroll=1):
+        bounds = mask.Mask(cases[i, 1], cases[i, 2], cases[i, 3], cases[i, 4], cases[i, 5])
+        for kind in cutlass.range_constexpr(len(KINDS)):
+            out[i, kind, 0] = bounds.first_key(cases[i, 0], KINDS[kind])
+            out[i, kind, 1] = bounds.end_key(cases[i, 0], KINDS[kind])
+
+
+@cute.jit
+def tiles_of_queries(cases_address: Int64, out_address: Int64, count: Int32, tile_n: cutlass.Constexpr):
+    """cases (count, 7: first and last query, seqlen_q, seqlen_k, left, right, chunk) -> out (count, kind, 4).
+
+    The four are the first and one past the last key tile with a key that is seen, and the same of whole tiles.
+    """
+    cases = table(cases_address, Int32, (count, 7))
+    out = table(out_address, Int32, (count, len(KINDS), 4))
+    for i in cutlass.range(count, unroll=1):
+        bounds = mask.Mask(cases[i, 2], cases[i, 3], cases[i, 4], cases[i, 5], cases[i, 6])
+        queries = cases[i, 0], cases[i, 1]
+        for kind in cutlass.range_constexpr(len(KINDS)):
+            needed = bounds.key_tiles(*queries, tile_n, KINDS[kind])
+            whole = bounds.whole_key_tiles(*queries, tile_n, KINDS[kind])
+            for n in cutlass.range_constexpr(2):
+                out[i, kind, n] = needed[n]
+                out[i, kind, 2 + n] = whole[n]
+
+
+@cute.jit
+def masked_tiles(cases_address: Int64, out_address: Int64, count: Int32, tile_n: cutlass.Constexpr):
+    """cases (count, 8: first row, group, first key, seqlen_q, seqlen_k, left, right, chunk) -> out.
+
+    out (count, kind, thread, register): register ``i`` of each thread holds the score ``i`` before the mask. Rows are
+    the heads of a group of each query, as packed rows are.
+    """
+    cases = table(cases_address, Int32, (count, 8))
+    out = table(out_address, Float32, (count, len(KINDS), WARPGROUP_THREADS, tile_n // 2))
+    scores = cute.make_rmem_tensor(tile_n // 2, Float32)
+    for i in cutlass.range(count, unroll=1):
+        bounds = mask.Mask(cases[i, 3], cases[i, 4], cases[i, 5], cases[i, 6], cases[i, 7])
+        for thread in cutlass.range(WARPGROUP_THREADS, unroll=1):
+            lane = thread % 32
+            row = cases[i, 0] + layout.first_row(thread // 32, lane)
+            queries = rows.query_of(row, cases[i, 1], True), rows.query_of(row + 8, cases[i, 1], True)
+            key = cases[i, 2] + layout.first_column(lane)
+            for kind in cutlass.range_constexpr(len(KINDS)):
+                for v in cutlass.range(cute.size(scores), unroll_full=True):
+                    scores[v] = Float32(v)
+                bounds.hide(layout.rows_and_columns(scores), queries, key, KINDS[kind])
+                for v in cutlass.range(cute.size(scores), unroll_full=True):
+                    out[i, kind, thread, v] = scores[v]
+
+
+@cute.jit
+def words(numbers_address: Int64, columns_address: Int64, bits_address: Int64, count: Int32):
+    """numbers (count,) -> columns before each, and a word with so many bits, as signed integers."""
+    numbers = table(numbers_address, Int32, (count,))
+    columns = table(columns_address, Int32, (count,))
+    bits = table(bits_address, Int32, (count,))
+    for i in cutlass.range(count, unroll=1):
+        columns[i] = mask.columns_before(numbers[i])
+        bits[i] = Int32(mask.lowest_bits(numbers[i]))
+
+
+# Tiles ------------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
 def places_of_tiles(cases_address: Int64, out_address: Int64, count: Int32):
     """cases (count, 6: m_blocks, heads, batch, section, levels, first line of out) -> out (line, longest first, 3)."""
     cases = table(cases_address, Int32, (count, 6))
@@ -121,6 +171,41 @@ def places_of_tiles(cases_address: Int64, out_address: Int64, count: Int32):
 
 
 @cute.jit
+def listed_tiles(
+    counts_address: Int64,
+    indices_address: Int64,
+    steps_address: Int64,
+    tiles_address: Int64,
+    batch: Int32,
+    heads: Int32,
+    query_blocks: Int32,
+    key_blocks: Int32,
+    batch_stride: Int32,
+    head_stride: Int32,
+    tile_n: cutlass.Constexpr,
+):
+    """steps (batch, heads, query block, 2: cut, in all) and the key tile of each step of a block mask.
+
+    tiles (batch, heads, query block, steps of all key blocks); what is no step stays as it is.
+    """
+    most = key_blocks * (128 // tile_n)
+    steps = table(steps_address, Int32, (batch, heads, query_blocks, 2))
+    key_tiles = table(tiles_address, Int32, (batch, heads, query_blocks, most))
+    blocks = counts_address, indices_address, batch_stride, head_stride, key_blocks
+    for b in cutlass.range(batch, unroll=1):
+        for h in cutlass.range(heads, unroll=1):
+            for m in cutlass.range(query_blocks, unroll=1):
+                address, cut, count = tiles.block_list(blocks, b, h, m, tile_n)
+                steps[b, h, m, 0] = cut
+                steps[b, h, m, 1] = count
+                for step in cutlass.range(count, unroll=1):
+                    key_tiles[b, h, m, step] = tiles.listed_key_tile(address, step, tile_n)
+
+
+# Barriers ---------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
 def ring(out_address: Int64, first: Int32, count: Int32):
     """out (depth of the pipeline, position - first, 2: stage, phase)."""
     out = table(out_address, Int32, (len(STAGES), count, 2))
@@ -128,142 +213,3 @@ def ring(out_address: Int64, first: Int32, count: Int32):
         for i in cutlass.range(count, unroll=1):
             out[s, i, 0] = barriers.stage_of(first + i, STAGES[s])
             out[s, i, 1] = barriers.phase_of(first + i, STAGES[s])
-
-
-@cute.jit
-def row_maxima(
-    scores_address: Int64,
-    reference_address: Int64,
-    margin_address: Int64,
-    bits_address: Int64,
-    float_address: Int64,
-    limit_address: Int64,
-    exceeds_address: Int64,
-    count: Int32,
-):
-    """Everything that decides whether references move, for two rows at a time.
-
-    scores (count, 2, ROW_VALUES), reference and margin (count, 2) -> bits (count, 2), float (count, 2) with
-    the reference as its start, limit (count, 2), exceeds (count).
-    """
-    given = table(scores_address, Float32, (count, 2, ROW_VALUES))
-    reference = table(reference_address, Float32, (count, 2))
-    margin = table(margin_address, Float32, (count, 2))
-    bits = table(bits_address, Int32, (count, 2))
-    largest = table(float_address, Float32, (count, 2))
-    limit = table(limit_address, Int32, (count, 2))
-    answer = table(exceeds_address, Int32, (count,))
-    registers = cute.make_rmem_tensor(2 * ROW_VALUES, Float32)
-    scores = layout.rows_and_columns(registers)
-    limits = cute.make_rmem_tensor(2, Int32)
-    for i in cutlass.range(count, unroll=1):
-        for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(ROW_VALUES):
-                scores[r, c] = given[i, r, c]
-        for r in cutlass.range_constexpr(2):
-            bits[i, r] = softmax.row_max_bits(cute.recast_tensor(scores, Int32)[r, None])
-            largest[i, r] = softmax.row_max_float(scores[r, None], reference[i, r])
-            limits[r] = softmax.limit_of(reference[i, r], margin[i, r])
-            limit[i, r] = limits[r]
-        answer[i] = Int32(softmax.exceeds(scores, limits))
-
-
-@cute.jit
-def row_arithmetic(
-    rows_address: Int64,
-    scale_address: Int64,
-    offset_address: Int64,
-    exponentials_address: Int64,
-    sum_address: Int64,
-    scaled_address: Int64,
-    count: Int32,
-):
-    """rows (count, 2, ROW_VALUES), scale and offset (count, 2) -> exponentials and scaled like rows, sum (count, 2).
-
-    The factor of ``scale_rows`` is the scale, and the sum is that of the row as given.
-    """
-    given = table(rows_address, Float32, (count, 2, ROW_VALUES))
-    scale = table(scale_address, Float32, (count, 2))
-    offset = table(offset_address, Float32, (count, 2))
-    exponentials = table(exponentials_address, Float32, (count, 2, ROW_VALUES))
-    total = table(sum_address, Float32, (count, 2))
-    scaled = table(scaled_address, Float32, (count, 2, ROW_VALUES))
-    registers = cute.make_rmem_tensor(2 * ROW_VALUES, Float32)
-    rows = layout.rows_and_columns(registers)
-    factor = cute.make_rmem_tensor(2, Float32)
-    for i in cutlass.range(count, unroll=1):
-        for r in cutlass.range_constexpr(2):
-            factor[r] = scale[i, r]
-            for c in cutlass.range_constexpr(ROW_VALUES):
-                rows[r, c] = given[i, r, c]
-        for r in cutlass.range_constexpr(2):
-            total[i, r] = softmax.row_sum(rows[r, None])
-        softmax.scale_rows(rows, factor)
-        for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(ROW_VALUES):
-                scaled[i, r, c] = rows[r, c]
-                rows[r, c] = given[i, r, c]
-        # One row only is asked for at a time: the other must stay.
-        softmax.exponentiate(rows[0, None], scale[i, 0], offset[i, 0])
-        for c in cutlass.range_constexpr(ROW_VALUES):
-            exponentials[i, 1, c] = rows[1, c]
-            exponentials[i, 0, c] = rows[0, c]
-
-
-@cute.jit
-def online_softmax(
-    scores_address: Int64,
-    values_address: Int64,
-    out_address: Int64,
-    lse_address: Int64,
-    moved_address: Int64,
-    largest_address: Int64,
-    count: Int32,
-    tile_count: Int32,
-    softmax_scale: Float32,
-    threshold: cutlass.Constexpr,
-):
-    """The consumer's main loop on one thread, whose quad consists of four copies of it.
-
-    scores (count, tile, 2, ROW_VALUES), values (count, tile, ROW_VALUES, OUTPUT_VALUES) ->
-    out (count, 2, OUTPUT_VALUES), lse (count, 2), moved (count, tile),
-    largest probability before normalization (count, tile, 2).
-    """
-    given = table(scores_address, Float32, (count, tile_count, 2, ROW_VALUES))
-    values = table(values_address, Float32, (count, tile_count, ROW_VALUES, OUTPUT_VALUES))
-    out = table(out_address, Float32, (count, 2, OUTPUT_VALUES))
-    lse = table(lse_address, Float32, (count, 2))
-    moved = table(moved_address, Int32, (count, tile_count))
-    largest = table(largest_address, Float32, (count, tile_count, 2))
-    scores = layout.rows_and_columns(cute.make_rmem_tensor(2 * ROW_VALUES, Float32))
-    output = layout.rows_and_columns(cute.make_rmem_tensor(2 * OUTPUT_VALUES, Float32))
-    state = softmax.State.make(softmax_scale * softmax.LOG2_E)
-    for i in cutlass.range(count, unroll=1):
-        # What the case before left must not show.
-        state.reset()
-        for r in cutlass.range_constexpr(2):
-            for d in cutlass.range_constexpr(OUTPUT_VALUES):
-                output[r, d] = Float32(0.0)
-        for tile in cutlass.range(tile_count, unroll=1):
-            for r in cutlass.range_constexpr(2):
-                for c in cutlass.range_constexpr(ROW_VALUES):
-                    scores[r, c] = given[i, tile, r, c]
-            moved[i, tile] = Int32(0)
-            if state.must_move(scores):
-                state.move(scores, threshold)
-                softmax.scale_rows(output, state.factor)
-                moved[i, tile] = Int32(1)
-            state.exponentiate(scores)
-            for r in cutlass.range_constexpr(2):
-                largest[i, tile, r] = softmax.row_max_float(scores[r, None], Float32(0.0))
-                for d in cutlass.range_constexpr(OUTPUT_VALUES):
-                    product = Float32(0.0)
-                    for c in cutlass.range_constexpr(ROW_VALUES):
-                        product = product + scores[r, c] * values[i, tile, c, d]
-                    # The matrix product adds the keys of all four lanes.
-                    output[r, d] = output[r, d] + 4.0 * product
-        state.normalize(output)
-        for r in cutlass.range_constexpr(2):
-            lse[i, r] = state.log_sum_exp(r)
-            for d in cutlass.range_constexpr(OUTPUT_VALUES):
-                out[i, r, d] = output[r, d]

@@ -1,0 +1,54 @@
+"""Runs kernel bricks on the CPU: wrappers of them, compiled for the host, that read and write plain tables in memory.
+
+What exists only on the GPU is replaced while compiling: float maximum and reciprocal by the DSL's portable ones, the
+exchange between lanes by that of a warp whose lanes all hold the same values, and waiting for other threads by
+nothing, since the wrappers run one thread after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import pytest
+import torch
+from torch import Tensor
+
+from fa3.kernels.parts import barriers
+
+
+@functools.cache
+def _compiled(entry: Callable[..., None], types: tuple[type, ...], constants: tuple[Any, ...]) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cute.arch, "fmax", cute.math.max)
+        patch.setattr(cute.arch, "rcp_approx", lambda value: 1.0 / value)
+        patch.setattr(cute.arch, "shuffle_sync_bfly", lambda value, offset: value)
+        patch.setattr(cute.arch, "vote_any_sync", lambda predicate: predicate)
+        patch.setattr(cute.arch, "fence_proxy", lambda *_, **__: None)
+        patch.setattr(barriers, "sync_group", lambda group: None)
+        return cute.compile(entry, *(t(0) for t in types), *constants, options="--gpu-arch sm_90a")
+
+
+def call(entry: Callable[..., None], *arguments: Tensor | int | float, constants: tuple[Any, ...] = ()) -> None:
+    """Run a wrapper: tensors go as addresses, numbers as 32-bit values; ``constants`` are compiled into it."""
+    values = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            assert argument.is_contiguous()
+            values.append(cutlass.Int64(argument.data_ptr()))
+        else:
+            values.append(cutlass.Int32(argument) if isinstance(argument, int) else cutlass.Float32(argument))
+    _compiled(entry, tuple(type(v) for v in values), constants)(*values)
+
+
+def ints(*shape: int) -> Tensor:
+    """A result that no correct answer is equal to yet."""
+    return torch.full(shape, -(10**6), dtype=torch.int32)
+
+
+def floats(*shape: int) -> Tensor:
+    """As `ints`, in float32."""
+    return torch.full(shape, -1e30)
