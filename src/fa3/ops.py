@@ -3,8 +3,8 @@
 Each has one kernel for every device (it asks `fa3.backends` who computes), a fake for tracing, and an autograd
 kernel. Gradients exist where the tiled backend computes; elsewhere asking for one raises, nothing is detached.
 
-Each has an overload ``options`` for the calls that are not plain: defaults would do as well, but handing them on
-costs a plain call three microseconds. The same functions stand behind both.
+Each has an overload ``options`` for the calls that are not plain: defaults would do as well, but the dispatcher would
+take its time over them in every plain call. The same functions stand behind both.
 
 They are defined by ``torch.library.Library`` because the ``custom_op`` decorator costs 13 microseconds more a call,
 as much as two launches.
