@@ -333,7 +333,7 @@ def bytes_moved(problem: Problem) -> int:
 
 # Sets of specs to compile -------------------------------------------------------------------------
 
-PRESETS = ("smoke", "forward", "features", "schedule", "all", "sweep")
+PRESETS = ("smoke", "forward", "features", "schedule", "all", "tests", "sweep")
 
 
 def shipped_specs(preset: str) -> tuple[ForwardSpec, ...]:
@@ -341,7 +341,8 @@ def shipped_specs(preset: str) -> tuple[ForwardSpec, ...]:
 
     ``smoke``: one kernel. ``forward``: all that `plan` can choose for plain calls and windows. ``features``: caps,
     modifications, block masks and qv at the usual head dims. ``schedule``: combinations of the schedule's switches,
-    for tests and the ablation. ``all``: all of these. ``sweep``: what the sweep of the tile tables tries.
+    for tests and the ablation. ``all``: all of these, which are the shipped ones. ``tests``: those, and what the GPU
+    tests ask for beyond them. ``sweep``: what the sweep of the tile tables tries.
 
     Raises:
         ValueError: unknown preset.
@@ -350,6 +351,8 @@ def shipped_specs(preset: str) -> tuple[ForwardSpec, ...]:
         return (make_spec("bf16", 128, "full", TILES[128, 128]["full"][-1][1]),)
     if preset == "forward":
         return tuple(dict.fromkeys(_forward()))
+    if preset == "tests":
+        return tuple(dict.fromkeys((*shipped_specs("all"), *_tests())))
     if preset == "sweep":
         return tuple(
             make_spec("bf16", kind, mask, choice)
@@ -396,6 +399,17 @@ def _features() -> Iterator[ForwardSpec]:
     yield make_spec("bf16", 128, "full", MODIFIED[128, 128], **bias, **prefix)
     yield make_spec("bf16", 128, "window", MODIFIED[128, 128], softcap=True, **bias, **prefix)
     for kind, mask in (((64, 256), "full"), ((64, 256), "causal"), ((128, 128), "causal")):
+        yield make_spec("bf16", kind, mask, QV[kind], qv=True)
+
+
+def _tests() -> Iterator[ForwardSpec]:
+    """More of the features: at every usual head dim, under every mask."""
+    alibi = {"score_mod": "fa3.kernels.mods:alibi", "score_aux": "f1"}
+    for kind in ((64, 64), (256, 256)):
+        for mask in TILES[kind]:
+            yield make_spec("bf16", kind, mask, MODIFIED[kind], softcap=True)
+        yield make_spec("bf16", kind, "causal", MODIFIED[kind], **alibi)
+    for kind, mask in (((64, 64), "full"), ((64, 64), "causal"), ((128, 128), "full")):
         yield make_spec("bf16", kind, mask, QV[kind], qv=True)
 
 

@@ -91,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kind.add_argument(
         "--sweep", action="store_true", help="all candidate tiles, for the tile tables; needs preset sweep"
     )
+    kind.add_argument("--odd", action="store_true", help="short, odd and windowed shapes, with the host's cost")
     kind.add_argument("--host", action="store_true", help="host time of a call, at a tiny shape")
     parser.add_argument("--cells", help="D-MASK-SEQLEN,... instead of the grid, e.g. 128-full-16384,64-causal-4096")
     parser.add_argument("--head-dims", help="head dims of the grid, with commas")
@@ -252,7 +253,8 @@ def _choose_cells(args: argparse.Namespace, on_gpu: bool) -> list[Cell]:
     if args.cells:
         return parse_cells(args.cells, tokens, hidden)
     if args.ablation:
-        return parse_cells("128-full-16384", tokens, hidden)
+        # The paper's: batch 4, 16384 queries and keys, 16 heads.
+        return parse_cells("128-full-16384", args.tokens or 4 * 16384, hidden)
     head_dims = parse_integers("--head-dims", args.head_dims) if args.head_dims else list(HEAD_DIMS)
     default = SEQLENS if on_gpu else (512, 2048)
     seqlens = parse_integers("--seqlens", args.seqlens) if args.seqlens else list(default)
@@ -273,8 +275,8 @@ def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    dtype = args.dtype or ("bf16" if on_gpu else "fp32")
-    for option in ("ablation", "sweep"):
+    dtype = "fp16" if args.ablation else args.dtype or ("bf16" if on_gpu else "fp32")
+    for option in ("ablation", "sweep", "odd"):
         if getattr(args, option) and not on_gpu:
             raise ValueError(f"--{option} runs kernels of its own choice: it needs a Hopper GPU")
     cells = _choose_cells(args, on_gpu)
@@ -289,6 +291,8 @@ def run(args: argparse.Namespace) -> int:
     result = {"kind": _kind(args), **facts(device, sensors, impls, missing, args.commit)}
     if args.sweep:
         return _run_sweep(args, result, device, sensors, begin)
+    if args.odd:
+        return _run_odd(args, result, device, impls, begin)
     with torch.inference_mode():
         if args.host:
             result["rows"] = measure_host(impls, dtype, device, result["notes"])
@@ -347,9 +351,27 @@ def _run_sweep(
     return 0 if result["rows"] else 1
 
 
+def _run_odd(
+    args: argparse.Namespace, result: dict[str, Any], device: torch.device, impls: Sequence[Impl], begin: float
+) -> int:
+    """``fa3 bench --odd``: one line a shape."""
+    from fa3.cli.odd import describe, measure_odd
+
+    with torch.inference_mode():
+        for rows in measure_odd(device, DTYPES[args.dtype or "bf16"], impls):
+            result["rows"] += rows
+            print(describe(rows), flush=True)
+            if time.perf_counter() - begin > args.limit:
+                result["notes"].append(f"stopped after {args.limit:g} s")
+                break
+    _write(result, args.json)
+    return 0 if result["rows"] else 1
+
+
 def _kind(args: argparse.Namespace) -> str:
-    if args.sweep:
-        return "sweep"
+    for kind in ("sweep", "odd"):
+        if getattr(args, kind):
+            return kind
     return "host" if args.host else "ablation" if args.ablation else "speed"
 
 

@@ -14,7 +14,7 @@ from fa3.compiler.store import Store, default_store
 from fa3.compiler.target import target_for
 from fa3.errors import FA3Error
 
-PRESETS = ("smoke", "forward", "features", "schedule", "all", "sweep")
+PRESETS = ("smoke", "forward", "features", "schedule", "all", "tests", "sweep")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -208,7 +208,7 @@ def schedule_impls() -> list[tuple[Impl, str | None]]:
     return [
         (Impl("fa3", fa3.__version__, prepare(spec)), spec.name)
         for spec in plan.shipped_specs("schedule")
-        if spec.dtype == "bf16" and spec.head_dim == 128 and not spec.causal
+        if spec.dtype == "fp16" and spec.head_dim == 128 and spec.mask == "full" and spec.rescale_threshold
     ]
 
 

@@ -23,13 +23,16 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from fa3.spec import WARPGROUP_THREADS, WGMMA_ROWS, ForwardSpec
 
 from .parts import barriers, copies, layout, products, ptx, rows, scores, softmax, tiles
+from .parts.epilogue import Epilogue
+from .parts.extras import extra_types, name_extra_numbers
 from .parts.mask import Mask
-from .parts.work import Consumer, Extras, Load, Loads, Operands, Shared, Sizes, Store, Work
+from .parts.producer import Producer
+from .parts.work import Consumer, Extras, Load, Loads, Operands, PackedRows, Shared, Sizes, Store, Work
 
 #: (producer, consumer) registers of a thread for each number of consumer warpgroups, in steps of 8. A block
 #: owns what its threads got at the launch (64 K over the threads, rounded down to 8 a thread), and what the
@@ -42,7 +45,7 @@ for _consumers, (_producer, _consumer) in REGISTERS.items():
 DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16}
 
 
-class ForwardKernel:
+class ForwardKernel(Producer, Epilogue):
     """Host launch and device code of one ``ForwardSpec``."""
 
     def __init__(self, spec: ForwardSpec):
@@ -101,9 +104,9 @@ class ForwardKernel:
         ``blocks`` thread blocks run. ``sink_bytes`` are 2 (bf16) or 4 (float32). ``extra_numbers`` are those of
         ``extra_types``, in its order.
         """
-        numbers = self.name_extra_numbers(extra_numbers)
-        packed_q = rows.PackedRows(q, q_batch_stride, q_row_stride, q_head_stride, head_dim)
-        packed_out = rows.PackedRows(out, out_batch_stride, out_row_stride, out_head_stride, head_dim_v)
+        numbers = name_extra_numbers(self.spec, extra_numbers)
+        packed_q = PackedRows(q, q_batch_stride, q_row_stride, q_head_stride, head_dim)
+        packed_out = PackedRows(out, out_batch_stride, out_row_stride, out_head_stride, head_dim_v)
         q_view = copies.global_tensor(
             self.dtype, q, (seqlen_q, head_dim, heads_q, batch), (q_row_stride, q_head_stride, q_batch_stride)
         )
@@ -199,16 +202,6 @@ class ForwardKernel:
             min_blocks_per_mp=1,
         )
 
-    def name_extra_numbers(self, numbers: tuple | None) -> dict[str, Any]:
-        """The extra arguments of the launch by name; what the spec does not use is 0."""
-        zero = Int32(0)
-        named = {"window": (zero,) * 3, "softcap": Float32(1.0), "score_aux": (), "mask_aux": (), "blocks": ()}
-        for name, types in extra_types(self.spec):
-            named[name], numbers = numbers[: len(types)], numbers[len(types) :]
-        if self.spec.softcap:
-            (named["softcap"],) = named["softcap"]
-        return named
-
     def qk_mma(self) -> cute.TiledMma:
         """S = Q K^T of one warpgroup, both operands from shared memory."""
         return products.make_mma(self.dtype, self.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
@@ -232,8 +225,8 @@ class ForwardKernel:
         out_tensor: cute.Tensor,
         qv_tma: cute.CopyAtom | None,
         qv_tensor: cute.Tensor | None,
-        packed_q: rows.PackedRows,
-        packed_out: rows.PackedRows,
+        packed_q: PackedRows,
+        packed_out: PackedRows,
         lse: Int64,
         q_smem: cute.ComposedLayout,
         k_smem: cute.ComposedLayout,
@@ -342,8 +335,9 @@ class ForwardKernel:
             Load(k_tma, *copies.partition(k_tma, shared.k, k_tiles), k_full, k_empty, self.tile_bytes(k_smem)),
             Load(v_tma, *copies.partition(v_tma, shared.v, v_tiles), v_full, v_empty, self.tile_bytes(v_smem)),
             qv_load,
+            packed_q,
         )
-        store_out = Store(out_tma, *copies.partition(out_tma, shared.out, out_tiles), lse)
+        store_out = Store(out_tma, *copies.partition(out_tma, shared.out, out_tiles), packed_out, lse)
 
         if const_expr(spec.warp_specialized):
             producer_registers, consumer_registers = REGISTERS[self.groups]
@@ -355,135 +349,9 @@ class ForwardKernel:
                 cute.arch.setmaxregister_increase(consumer_registers)
                 thread = thread - WARPGROUP_THREADS
                 group = group_index - 1
-                self.attend(
-                    sizes, extras, supply, loads, group, thread, shared, packed_q, packed_out, store_out, softmax_scale
-                )
+                self.attend(sizes, extras, supply, loads, group, thread, shared, store_out, softmax_scale)
         else:
-            self.attend(
-                sizes, extras, supply, loads, group_index, thread, shared, packed_q, packed_out, store_out, softmax_scale
-            )  # fmt: skip
-
-    @cute.jit
-    def work_of(
-        self,
-        sizes: Sizes,
-        extras: Extras,
-        m_block: Int32,
-        head: Int32,
-        batch_index: Int32,
-        done: Int32,
-        position: Int32,
-    ) -> Work:
-        """Describe a tile of the output."""
-        first_row = m_block * self.tile_m
-        block_list, cut_steps = Int64(0), Int32(0)
-        if const_expr(self.mask == "blocks"):
-            block_list, cut_steps, key_tiles = tiles.block_list(extras.blocks, batch_index, head, m_block, self.tile_n)
-            last_tile = key_tiles - 1
-        else:
-            begin, end = self.key_tiles_of_rows(sizes, first_row, first_row + self.tile_m)
-            last_tile, key_tiles = end - 1, end - begin
-        return Work(
-            sizes, extras, first_row, head, batch_index, key_tiles, last_tile, block_list, cut_steps, done, position
-        )
-
-    def query_of(self, sizes: Sizes, row: Int32) -> Int32:
-        """The query of a row."""
-        return rows.query_of(row, sizes.group, self.spec.pack_gqa)
-
-    def key_tiles_of_rows(self, sizes: Sizes, first_row: Int32, end_row: Int32) -> tuple[Int32, Int32]:
-        """(first, one past the last) key tile that rows from ``first_row`` to before ``end_row`` need."""
-        first, last = self.query_of(sizes, first_row), self.query_of(sizes, cutlass.min(end_row, sizes.rows) - 1)
-        return sizes.mask.key_tiles(first, last, self.tile_n, self.mask)
-
-    @cute.jit
-    def key_tile_of(self, work: Work, step: Int32) -> Int32:
-        """The key tile of a step."""
-        if const_expr(self.mask == "blocks"):
-            return tiles.listed_key_tile(work.block_list, step, self.tile_n)
-        else:
-            return work.last_tile - step
-
-    @cute.jit
-    def publish_tile(
-        self, sizes: Sizes, supply: tiles.Supply, number: Int32, tile: Int32
-    ) -> tuple[Int32, Int32, Int32]:
-        """Work out where the block's tile ``number`` lies, publish it, and return the place."""
-        m_block, head, batch_index = Int32(-1), Int32(0), Int32(0)
-        if tile < sizes.tiles:
-            m_block, head, batch_index = tiles.place_of_tile(
-                tile, sizes.m_blocks, sizes.heads, sizes.batch, sizes.section, sizes.levels, self.spec.causal
-            )
-        supply.publish(number, m_block, head, batch_index)
-        return m_block, head, batch_index
-
-    def tile_bytes(self, smem: cute.ComposedLayout) -> int:
-        """Bytes that the load of one tile brings; TMA counts zero-filled elements too."""
-        return cute.size_in_bytes(self.dtype, cute.select(smem, mode=[0, 1]))
-
-    # ---- producer
-
-    @cute.jit
-    def load(self, sizes: Sizes, extras: Extras, supply: tiles.Supply, loads: Loads):
-        """The producer warp: Q once for each tile, K and V in the order in which the consumers ask for them."""
-        done, position = Int32(0), Int32(0)
-        m_block, head, batch_index = self.publish_tile(sizes, supply, done, cute.arch.block_idx()[0])
-        while m_block >= 0:
-            work = self.work_of(sizes, extras, m_block, head, batch_index, done, position)
-            # K first: its stage is free before the consumers have done with the q tiles.
-            if work.key_tiles > 0:
-                self.load_step(work, loads.k, Int32(0))
-            self.load_q_tiles(work, loads)
-            for step in cutlass.range(1, work.key_tiles, unroll=1):
-                self.load_step(work, loads.k, step)
-                self.load_step(work, loads.v, step - 1)
-            if work.key_tiles > 0:
-                self.load_step(work, loads.v, work.key_tiles - 1)
-            position += work.key_tiles
-            done += 1
-            m_block, head, batch_index = self.publish_tile(sizes, supply, done, supply.fetch())
-
-    @cute.jit
-    def load_q_tiles(self, work: Work, loads: Loads):
-        """Bring the q tile of each warpgroup as soon as it has done with the one before; packed ones it brings."""
-        if const_expr(not self.spec.pack_gqa):
-            for g in cutlass.range_constexpr(self.groups):
-                barriers.wait_empty(loads.q.empty + g, work.done, 1)
-                tile = work.first_row // WGMMA_ROWS + g
-                copies.issue(loads.q, g, tile, work.head, work.batch_index)
-                if const_expr(self.spec.qv):
-                    copies.issue(loads.qv, g, tile, work.head, work.batch_index)
-
-    @cute.jit
-    def load_step(self, work: Work, load: Load, step: Int32):
-        """Bring the key tile of ``step`` as soon as its stage is free."""
-        position = work.position + step
-        key_tile = self.key_tile_of(work, step)
-        barriers.wait_empty(load.empty, position, self.stages)
-        stage = barriers.stage_of(position, self.stages)
-        head_kv = work.head // work.sizes.heads_per_kv
-        copies.issue(load, stage, key_tile, head_kv, work.batch_index)
-
-    @cute.jit
-    def load_first_steps(self, work: Work, loads: Loads):
-        """Without a producer warp: bring Q and fill the stages before the main loop of a tile."""
-        self.load_q_tiles(work, loads)
-        for step in cutlass.range_constexpr(self.stages):
-            if step < work.key_tiles:
-                self.load_step(work, loads.k, Int32(step))
-                self.load_step(work, loads.v, Int32(step))
-
-    @cute.jit
-    def load_next_step(self, work: Work, loads: Loads, me: Consumer, step: Int32):
-        """Without a producer warp: refill the stages that all warpgroups left in the step before ``step``."""
-        if const_expr(not self.spec.warp_specialized):
-            if me.loads:
-                next_k = step - 1 + self.stages
-                if step >= 1 and next_k < work.key_tiles:
-                    self.load_step(work, loads.k, next_k)
-                next_v = step - 2 + self.stages
-                if step >= 2 and next_v < work.key_tiles:
-                    self.load_step(work, loads.v, next_v)
+            self.attend(sizes, extras, supply, loads, group_index, thread, shared, store_out, softmax_scale)
 
     # ---- consumers
 
@@ -497,8 +365,6 @@ class ForwardKernel:
         group: Int32,
         thread: Int32,
         shared: Shared,
-        packed_q: rows.PackedRows,
-        packed_out: rows.PackedRows,
         store_out: Store,
         softmax_scale: Float32,
     ):
@@ -533,18 +399,18 @@ class ForwardKernel:
         m_block, head, batch_index = supply.take(done)
         while m_block >= 0:
             work = self.work_of(sizes, extras, m_block, head, batch_index, done, position)
-            operands.output.fill(0.0)
-            state.reset()
             if const_expr(not self.spec.warp_specialized):
                 if me.loads:
                     self.load_first_steps(work, loads)
             if const_expr(self.spec.pack_gqa):
                 q_tile = shared.q[None, None, group]
-                rows.load_packed(self.dtype, self.head_dim, packed_q, work, me, q_tile)
+                rows.load_packed(self.dtype, self.head_dim, loads.packed_q, work, me, q_tile)
+            operands.output.fill(0.0)
+            state.reset()
             self.attend_tile(work, me, loads, operands, state)
             self.finish_rows(work, me, store_out.lse, state)
             state.normalize(layout.rows_and_columns(operands.output))
-            self.store(work, me, loads.q, shared, packed_out, store_out, operands.output)
+            self.store(work, me, loads.q, shared, store_out, operands.output)
             position += work.key_tiles
             done += 1
             if const_expr(not self.spec.warp_specialized):
@@ -738,11 +604,6 @@ class ForwardKernel:
         state.exponentiate(view)
         return moved
 
-    def rows_of(self, work: Work, me: Consumer) -> tuple[Int32, Int32]:
-        """The two rows whose scores this thread holds."""
-        first = work.first_row + WGMMA_ROWS * me.group + layout.first_row(me.warp, me.lane)
-        return first, first + 8
-
     @cute.jit
     def place_of_scores(
         self, work: Work, me: Consumer, step: Int32
@@ -761,87 +622,6 @@ class ForwardKernel:
         if const_expr(self.mask_mod is not None):
             scores.hide(self.mask_mod, view, work.batch_index, heads, queries, first_key, work.extras.mask_aux)
         work.sizes.mask.hide(view, queries, first_key, self.mask)
-
-    # ---- epilogue
-
-    @cute.jit
-    def finish_rows(self, work: Work, me: Consumer, lse: Int64, state: softmax.State):
-        """Complete the sums of the rows, with the sink if there is one, and write their LSE if it is wanted."""
-        sizes, packed = work.sizes, self.spec.pack_gqa
-        thread_rows = self.rows_of(work, me)
-        state.sum_up()
-        if work.extras.sink != 0:
-            for r in cutlass.range_constexpr(layout.ROWS_PER_THREAD):
-                state.add_sink(r, rows.sink_log2(work, thread_rows[r], packed))
-        if lse != 0:
-            if me.lane % 4 == 0:
-                pointer = cute.make_ptr(Float32, lse, cute.AddressSpace.gmem, assumed_align=4)
-                seqlen_q = sizes.mask.seqlen_q
-                first = Int64(work.batch_index) * sizes.heads * sizes.group
-                for r in cutlass.range_constexpr(layout.ROWS_PER_THREAD):
-                    row = thread_rows[r]
-                    if row < sizes.rows:
-                        head = rows.head_of(row, work.head, sizes.group, packed)
-                        place = (first + head) * seqlen_q + rows.query_of(row, sizes.group, packed)
-                        cute.make_tensor(pointer + place, cute.make_layout(1))[0] = state.log_sum_exp(r)
-
-    @cute.jit
-    def store(
-        self,
-        work: Work,
-        me: Consumer,
-        load_q: Load,
-        shared: Shared,
-        packed_out: rows.PackedRows,
-        store_out: Store,
-        output: cute.Tensor,
-    ):
-        """Send the out tile through shared memory."""
-        rounded = cute.make_rmem_tensor(output.layout, self.dtype)
-        products.round_to(self.dtype, output, rounded)
-        # TMA must have read the out tile before.
-        if me.warp == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        barriers.sync_group(me.group)
-        copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), self.pv_mma())
-        copy_slice = copy.get_slice(32 * me.warp + me.lane)
-        cute.copy(copy, copy_slice.retile(rounded), copy_slice.partition_D(shared.out[None, None, me.group]))
-        # Ordinary writes must be visible to TMA before the thread that issues the store goes on.
-        cute.arch.fence_proxy("async.shared", space="cta")
-        barriers.sync_group(me.group)
-        if const_expr(self.spec.pack_gqa):
-            out_tile = shared.out[None, None, me.group]
-            rows.store_packed(self.dtype, self.head_dim_v, packed_out, work, me, out_tile)
-            # Read by all before anybody writes the next tile into this memory.
-            barriers.sync_group(me.group)
-        elif me.warp == 0:
-            tile = work.first_row // WGMMA_ROWS + me.group
-            target = store_out.target[None, tile, work.head, work.batch_index]
-            cute.copy(store_out.tma, store_out.source[None, me.group], target)
-            cute.arch.cp_async_bulk_commit_group()
-            if const_expr(not self.spec.out_has_own_tile):
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                barriers.release(load_q.empty + me.group, work.done, 1)
-
-
-def extra_types(spec: ForwardSpec) -> list[tuple[str, tuple[type[cutlass.Numeric], ...]]]:
-    """Name and types of the launch's extra arguments, in order: only those that the spec uses."""
-    extras: list[tuple[str, tuple[type[cutlass.Numeric], ...]]] = []
-    if spec.mask == "window":
-        extras.append(("window", (Int32,) * 3))  # left, right, chunk
-    if spec.softcap:
-        extras.append(("softcap", (Float32,)))
-    if spec.qv:
-        extras.append(("qv", (Int64,) * 4))  # address; batch, row and head stride, in the order of q's
-    for name, codes in (("score_aux", spec.score_aux), ("mask_aux", spec.mask_aux)):
-        types: list[type[cutlass.Numeric]] = []
-        for code in filter(None, codes.split(",")):
-            types += [Int64, *[Int32] * int(code[1:])]
-        if types:
-            extras.append((name, tuple(types)))
-    if spec.mask == "blocks":
-        extras.append(("blocks", (Int64, Int64, Int32, Int32, Int32)))
-    return extras
 
 
 def compile_forward(spec: ForwardSpec, options: str) -> Any:

@@ -5,8 +5,6 @@ K/V head h is query ``r // group`` of head ``h * group + r % group``. Their rows
 tile of fixed size could describe for every group size, so the warpgroup that owns them moves them itself.
 """
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
@@ -15,20 +13,10 @@ from fa3.spec import WARPGROUP_THREADS, WGMMA_ROWS
 
 from . import barriers
 from .softmax import LOG2_E
-from .work import Consumer, Work
+from .work import Consumer, PackedRows, Work
 
 #: Elements of 16 bits that one thread moves at once: 16 bytes.
 VECTOR = 8
-
-
-class PackedRows(NamedTuple):
-    """A (batch, seqlen, heads, columns) tensor in global memory whose rows are moved by threads."""
-
-    address: Int64
-    batch_stride: Int64
-    row_stride: Int64
-    head_stride: Int64
-    columns: Int32
 
 
 @cute.jit

@@ -78,6 +78,16 @@ class Load(NamedTuple):
     bytes: int
 
 
+class PackedRows(NamedTuple):
+    """A (batch, seqlen, heads, columns) tensor in global memory whose rows are moved by threads."""
+
+    address: Int64
+    batch_stride: Int64
+    row_stride: Int64
+    head_stride: Int64
+    columns: Int32
+
+
 class Loads(NamedTuple):
     """The loads of a forward kernel."""
 
@@ -85,14 +95,16 @@ class Loads(NamedTuple):
     k: Load
     v: Load
     qv: Load | None
+    packed_q: PackedRows
 
 
 class Store(NamedTuple):
-    """TMA copies of out tiles to global memory, and the address of LSE (0: not wanted)."""
+    """TMA copies of out tiles to global memory, their rows if packed, and the address of LSE (0: not wanted)."""
 
     tma: cute.CopyAtom
     source: cute.Tensor
     target: cute.Tensor
+    packed: PackedRows
     lse: Int64
 
 

@@ -1,0 +1,84 @@
+"""The epilogue: what becomes of a tile's output and sums when its last key is done."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import warp
+
+from fa3.spec import WGMMA_ROWS, ForwardSpec
+
+from . import barriers, layout, products, rows, softmax
+from .work import Consumer, Load, Shared, Store, Work
+
+
+class Epilogue:
+    """The finishing half of a consumer."""
+
+    spec: ForwardSpec
+    dtype: type[cutlass.Numeric]
+    head_dim_v: int
+
+    def rows_of(self, work: Work, me: Consumer) -> tuple[Int32, Int32]:
+        """The two rows whose scores this thread holds."""
+        first = work.first_row + WGMMA_ROWS * me.group + layout.first_row(me.warp, me.lane)
+        return first, first + 8
+
+    @cute.jit
+    def finish_rows(self, work: Work, me: Consumer, lse: Int64, state: softmax.State):
+        """Complete the sums of the rows, with the sink if there is one, and write their LSE if it is wanted."""
+        sizes, packed = work.sizes, self.spec.pack_gqa
+        thread_rows = self.rows_of(work, me)
+        state.sum_up()
+        if work.extras.sink != 0:
+            for r in cutlass.range_constexpr(layout.ROWS_PER_THREAD):
+                state.add_sink(r, rows.sink_log2(work, thread_rows[r], packed))
+        if lse != 0:
+            if me.lane % 4 == 0:
+                pointer = cute.make_ptr(Float32, lse, cute.AddressSpace.gmem, assumed_align=4)
+                seqlen_q = sizes.mask.seqlen_q
+                first = Int64(work.batch_index) * sizes.heads * sizes.group
+                for r in cutlass.range_constexpr(layout.ROWS_PER_THREAD):
+                    row = thread_rows[r]
+                    if row < sizes.rows:
+                        head = rows.head_of(row, work.head, sizes.group, packed)
+                        place = (first + head) * seqlen_q + rows.query_of(row, sizes.group, packed)
+                        cute.make_tensor(pointer + place, cute.make_layout(1))[0] = state.log_sum_exp(r)
+
+    @cute.jit
+    def store(
+        self,
+        work: Work,
+        me: Consumer,
+        load_q: Load,
+        shared: Shared,
+        store_out: Store,
+        output: cute.Tensor,
+    ):
+        """Send the out tile through shared memory."""
+        rounded = cute.make_rmem_tensor(output.layout, self.dtype)
+        products.round_to(self.dtype, output, rounded)
+        # TMA must have read the out tile before.
+        if me.warp == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        barriers.sync_group(me.group)
+        copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), self.pv_mma())
+        copy_slice = copy.get_slice(32 * me.warp + me.lane)
+        cute.copy(copy, copy_slice.retile(rounded), copy_slice.partition_D(shared.out[None, None, me.group]))
+        # Ordinary writes must be visible to TMA before the thread that issues the store goes on.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        barriers.sync_group(me.group)
+        if const_expr(self.spec.pack_gqa):
+            out_tile = shared.out[None, None, me.group]
+            rows.store_packed(self.dtype, self.head_dim_v, store_out.packed, work, me, out_tile)
+            # Read by all before anybody writes the next tile into this memory.
+            barriers.sync_group(me.group)
+        elif me.warp == 0:
+            tile = work.first_row // WGMMA_ROWS + me.group
+            target = store_out.target[None, tile, work.head, work.batch_index]
+            cute.copy(store_out.tma, store_out.source[None, me.group], target)
+            cute.arch.cp_async_bulk_commit_group()
+            if const_expr(not self.spec.out_has_own_tile):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                barriers.release(load_q.empty + me.group, work.done, 1)

@@ -1,0 +1,41 @@
+"""The extra arguments of a launch: those that only some specs have, in one tuple."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64
+
+from fa3.spec import ForwardSpec
+
+
+def extra_types(spec: ForwardSpec) -> list[tuple[str, tuple[type[cutlass.Numeric], ...]]]:
+    """Name and types of the launch's extra arguments, in order: only those that the spec uses."""
+    extras: list[tuple[str, tuple[type[cutlass.Numeric], ...]]] = []
+    if spec.mask == "window":
+        extras.append(("window", (Int32,) * 3))  # left, right, chunk
+    if spec.softcap:
+        extras.append(("softcap", (Float32,)))
+    if spec.qv:
+        extras.append(("qv", (Int64,) * 4))  # address; batch, row and head stride, in the order of q's
+    for name, codes in (("score_aux", spec.score_aux), ("mask_aux", spec.mask_aux)):
+        types: list[type[cutlass.Numeric]] = []
+        for code in filter(None, codes.split(",")):
+            types += [Int64, *[Int32] * int(code[1:])]
+        if types:
+            extras.append((name, tuple(types)))
+    if spec.mask == "blocks":
+        extras.append(("blocks", (Int64, Int64, Int32, Int32, Int32)))
+    return extras
+
+
+def name_extra_numbers(spec: ForwardSpec, numbers: tuple | None) -> dict[str, Any]:
+    """The extra arguments of the launch by name; what the spec does not use is 0."""
+    zero = Int32(0)
+    named = {"window": (zero,) * 3, "softcap": Float32(1.0), "score_aux": (), "mask_aux": (), "blocks": ()}
+    for name, types in extra_types(spec):
+        named[name], numbers = numbers[: len(types)], numbers[len(types) :]
+    if spec.softcap:
+        (named["softcap"],) = named["softcap"]
+    return named
