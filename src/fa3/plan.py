@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fa3.problem import Problem
-from fa3.spec import ELEMENT_BYTES, TILE_CLASSES, WGMMA_ROWS, ForwardSpec
+from fa3.spec import BLOCK, ELEMENT_BYTES, TILE_CLASSES, WGMMA_ROWS, ForwardSpec
 from fa3.tiles import CANDIDATES, MODIFIED, PACKED, QV, SMALL, TILES, TileChoice
 
 
@@ -109,6 +109,10 @@ def why_not(problem: Problem) -> str | None:
         return f"dtype {problem.dtype}: kernels exist for {', '.join(ELEMENT_BYTES)}"
     if problem.qv and problem.head_dim_v > MAX_COLUMNS:
         return f"qv beside head_dim_v={problem.head_dim_v}: kernels with qv exist up to {MAX_COLUMNS}"
+    if problem.qv and problem.block_sparse and BLOCK % usual_tiles(problem).tile_n:
+        fit = ", ".join(str(kind) for kind, tiles in QV.items() if BLOCK % tiles.tile_n == 0)
+        dims = f"head_dim={problem.head_dim}, head_dim_v={problem.head_dim_v}"
+        return f"qv and block_mask beside {dims}: kernels with both exist up to {fit}"
     return None
 
 
@@ -145,7 +149,9 @@ def plan(problem: Problem, device: DeviceFacts) -> Plan:
 def computes(spec: ForwardSpec, problem: Problem) -> bool:
     """Whether the kernel of a spec computes a problem, however well it suits it."""
     kind = tile_class(problem.head_dim, problem.head_dim_v)
-    masks = {problem.mask} if problem.block_sparse else {problem.mask, "window", *(["causal"] * problem.causal)}
+    masks = {problem.mask} if problem.block_sparse else {problem.mask, "window"}
+    if problem.causal and problem.mask == "full":
+        masks.add("causal")  # a single query
     return (
         spec.dtype == problem.dtype
         and (spec.head_dim, spec.head_dim_v) == kind
@@ -323,9 +329,9 @@ def _clamped_sum(start: int, count: int, limit: int) -> int:
 
 
 def bytes_moved(problem: Problem) -> int:
-    """Bytes of every input and output, each once."""
+    """Bytes of q, k, v, qv, out and LSE, each once."""
     element = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}[problem.dtype]
-    q_and_out = problem.heads_q * problem.seqlen_q * (problem.head_dim + problem.head_dim_v)
+    q_and_out = problem.heads_q * problem.seqlen_q * (problem.head_dim + problem.head_dim_v * (1 + problem.qv))
     k_and_v = problem.heads_kv * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
     lse = 4 * problem.heads_q * problem.seqlen_q if problem.return_lse else 0
     return problem.batch * (element * (q_and_out + k_and_v) + lse)
