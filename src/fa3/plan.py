@@ -244,7 +244,8 @@ def make_spec(
         tile_n=choice.tile_n,
         stages=choice.stages,
         warp_specialized=True,
-        pingpong=choice.tile_m > WGMMA_ROWS,
+        # Under a window the warpgroups begin and end one after the other, and turns would hold them together.
+        pingpong=choice.tile_m > WGMMA_ROWS and mask != "window",
         overlap=True,
         rescale_threshold=RESCALE_THRESHOLD,
         **features,  # type: ignore[arg-type]

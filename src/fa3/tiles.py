@@ -31,6 +31,8 @@ Rows = tuple[tuple[float, TileChoice], ...]
 
 _REST = math.inf
 
+_EDGES = "fewer keys waste less at the edges of a window"
+
 _D64_FOUR = TileChoice(256, 64, 4, "four warpgroups: the fewest cycles on short rows", 1.43)
 _D64_THREE = TileChoice(192, 128, 3, "three warpgroups: the fewest cycles on long rows; wider tiles spill")
 _D96 = TileChoice(192, 112, 3, "three warpgroups; 128 keys spill")
@@ -45,32 +47,32 @@ TILES: dict[tuple[int, int], dict[str, Rows]] = {
     (64, 64): {
         "full": ((1024, _D64_FOUR), (_REST, _D64_THREE)),
         "causal": ((2048, _D64_FOUR), (_REST, _D64_THREE)),
-        "window": ((_REST, _D64_FOUR),),
+        "window": ((_REST, TileChoice(256, 64, 8, f"{_EDGES}; a deep ring lets the warpgroups drift apart", 1.43)),),
     },
     (96, 96): {
         "full": ((_REST, _D96),),
         "causal": ((_REST, _D96),),
-        "window": ((_REST, TileChoice(192, 96, 3, "fewer keys waste less at the edges of a window")),),
+        "window": ((_REST, TileChoice(192, 64, 5, _EDGES)),),
     },
     (128, 128): {
         "full": ((_REST, _D128),),
         "causal": ((_REST, _D128),),
-        "window": ((_REST, TileChoice(192, 64, 3, "fewer keys waste less at the edges of a window")),),
+        "window": ((_REST, TileChoice(192, 64, 4, _EDGES)),),
     },
     (64, 256): {
         "full": ((_REST, _D64_V256),),
         "causal": ((_REST, _D64_V256),),
-        "window": ((_REST, TileChoice(128, 64, 2, "fewer keys waste less at the edges of a window")),),
+        "window": ((_REST, TileChoice(128, 64, 2, _EDGES)),),
     },
     (192, 128): {
         "full": ((_REST, _D192_V128),),
         "causal": ((_REST, _D192_V128),),
-        "window": ((_REST, TileChoice(192, 64, 3, "fewer keys waste less at the edges of a window")),),
+        "window": ((_REST, TileChoice(192, 64, 3, _EDGES)),),
     },
     (192, 192): {
         "full": ((_REST, _D192),),
         "causal": ((_REST, _D192),),
-        "window": ((_REST, TileChoice(128, 64, 3, "fewer keys waste less at the edges of a window")),),
+        "window": ((_REST, TileChoice(128, 64, 3, _EDGES)),),
     },
     (256, 256): {
         "full": ((_REST, _D256),),

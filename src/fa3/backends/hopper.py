@@ -149,7 +149,7 @@ def _options_key(options: Options) -> tuple[Any, ...]:
         tensors += [block_mask.counts, block_mask.indices]
     return (
         *options[:4], options.pack_gqa, options.sm_margin,
-        *[mod and mod.cute for mod in mods],
+        *[mod and (mod.cute, len(mod.aux)) for mod in mods],
         block_mask and (block_mask.seqlen_q, block_mask.seqlen_k),
         *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors],
     )  # fmt: skip
@@ -194,7 +194,7 @@ def _run(
         strides = [_strides(x) if copied else None for x, copied in ((q, copy_q), (k, copy_k), (v, copy_v))]
         parts = tuple((offset, _with_strides(arguments, strides)) for offset, arguments in parts)
 
-    sink, extras = None, None
+    sink, extras = None, launch.numbers or None
     if options is not None:
         sink, qv = _readable_sink(options.sink), options.qv
         if qv is not None and (_must_copy(qv) or qv.data_ptr() % TMA_ALIGNMENT):

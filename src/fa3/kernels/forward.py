@@ -153,9 +153,13 @@ class ForwardKernel(Producer, Epilogue):
         if const_expr(self.spec.pack_gqa):
             heads, tile_rows, in_one, group = heads_kv, seqlen_q * group, group, Int32(1)
         m_blocks = (tile_rows + self.tile_m - 1) // self.tile_m
+        # Under a causal mask the first tile is the one that is not full, for it is the shortest.
+        first_row = Int32(0)
+        if const_expr(self.spec.causal and not self.spec.pack_gqa):
+            first_row = -((m_blocks * self.tile_m - tile_rows) // WGMMA_ROWS * WGMMA_ROWS)
         left, right, chunk = numbers["window"]
         sizes = Sizes(
-            batch, tile_rows, heads, group, in_one, m_blocks, section, levels, m_blocks * heads * batch,
+            batch, tile_rows, first_row, heads, group, in_one, m_blocks, section, levels, m_blocks * heads * batch,
             Mask(seqlen_q, seqlen_k, left, right, chunk),
         )  # fmt: skip
         # With a cap, scores become the tanh of themselves, and the cap the softmax scale; a score_mod gets real
@@ -193,7 +197,7 @@ class ForwardKernel(Producer, Epilogue):
             extras,
             counter,
             blocks,
-            scale,
+            scale * softmax.LOG2_E,
         ).launch(
             grid=[blocks, 1, 1],
             block=[self.spec.threads, 1, 1],
@@ -238,7 +242,7 @@ class ForwardKernel(Producer, Epilogue):
         extras: Extras,
         counter: Int64,
         blocks: Int32,
-        softmax_scale: Float32,
+        scale_log2: Float32,
     ):
         """Set up shared memory and barriers, and send each warpgroup into its role."""
         spec = self.spec
@@ -349,9 +353,9 @@ class ForwardKernel(Producer, Epilogue):
                 cute.arch.setmaxregister_increase(consumer_registers)
                 thread = thread - WARPGROUP_THREADS
                 group = group_index - 1
-                self.attend(sizes, extras, supply, loads, group, thread, shared, store_out, softmax_scale)
+                self.attend(sizes, extras, supply, loads, group, thread, shared, store_out, scale_log2)
         else:
-            self.attend(sizes, extras, supply, loads, group_index, thread, shared, store_out, softmax_scale)
+            self.attend(sizes, extras, supply, loads, group_index, thread, shared, store_out, scale_log2)
 
     # ---- consumers
 
@@ -366,7 +370,7 @@ class ForwardKernel(Producer, Epilogue):
         thread: Int32,
         shared: Shared,
         store_out: Store,
-        softmax_scale: Float32,
+        scale_log2: Float32,
     ):
         """One consumer warpgroup: its 64 rows of each tile of the block."""
         warp_in_group = cute.arch.make_warp_uniform(thread // 32) % 4
@@ -385,7 +389,7 @@ class ForwardKernel(Producer, Epilogue):
             cute.make_rmem_tensor(qk_mma.partition_shape_C((WGMMA_ROWS, self.tile_n)), Float32),
             cute.make_rmem_tensor(pv_mma.partition_shape_C((WGMMA_ROWS, self.head_dim_v)), Float32),
         )
-        state = softmax.State.make(softmax_scale * softmax.LOG2_E)
+        state = softmax.State.make(scale_log2)
 
         if const_expr(self.spec.pingpong):
             # The last group lets group 0 begin; the grant left over at the end is never taken.
@@ -432,9 +436,6 @@ class ForwardKernel(Producer, Epilogue):
         """The main loop over the key tiles of one tile of the output."""
         sizes = work.sizes
         group_row = work.first_row + WGMMA_ROWS * me.group
-        if const_expr(not self.spec.pack_gqa):
-            barriers.wait_full(loads.q.full + me.group, work.done, 1)
-
         # The first and, with a window, the last key tiles may be of no use to this group's rows.
         first, end = Int32(0), work.key_tiles
         if const_expr(self.mask != "blocks"):
@@ -442,10 +443,12 @@ class ForwardKernel(Producer, Epilogue):
             first = work.last_tile + 1 - end_tile
             if const_expr(self.mask == "window"):
                 end = work.last_tile + 1 - begin_tile
-        if group_row >= sizes.rows or first >= end:
+        if group_row < 0 or group_row >= sizes.rows or first >= end:
             first, end = work.key_tiles, work.key_tiles
         for step in cutlass.range(0, first, unroll=1):
             self.skip_step(work, step, me, loads)
+        if const_expr(not self.spec.pack_gqa):
+            barriers.wait_full(loads.q.full + me.group, work.done, 1)
 
         if first < end:
             self.step(work, first, me, loads, operands, state, masked=True, first=True)
@@ -455,7 +458,8 @@ class ForwardKernel(Producer, Epilogue):
 
             last = work.position + end - 1
             barriers.wait_full(loads.v.full, last, self.stages)
-            self.multiply(self.pv_mma(), operands.output, operands.p, operands.v, last, accumulate=True)
+            v_tile = self.tile_at(operands.v, last)
+            products.issue(self.pv_mma(), operands.output, operands.p, v_tile, accumulate=True)
             warpgroup.wait_group(0)
             barriers.release(loads.v.empty, last, self.stages)
         elif const_expr(self.spec.out_has_own_tile and not self.spec.pack_gqa):
@@ -530,16 +534,22 @@ class ForwardKernel(Producer, Epilogue):
         """Scores of this step's key tile, and the PV product of the step before, which the group's first lacks."""
         self.load_next_step(work, loads, me, step)
         position = work.position + step
+        # All that the products need is there before the turn is taken: nothing else holds them up.
         barriers.wait_full(loads.k.full, position, self.stages)
-        if const_expr(self.spec.pingpong):
-            barriers.take_turn(me.group)
-        self.multiply(self.qk_mma(), operands.scores, operands.q, operands.k, position, accumulate=False)
         if const_expr(self.spec.qv):
             barriers.wait_full(loads.v.full, position, self.stages)
-            self.multiply(self.qk_mma(), operands.scores, operands.qv, operands.v_keys, position, accumulate=True)
         if const_expr(not first):
             barriers.wait_full(loads.v.full, position - 1, self.stages)
-            self.multiply(self.pv_mma(), operands.output, operands.p, operands.v, position - 1, accumulate=True)
+        k_tile = self.tile_at(operands.k, position)
+        v_tile = self.tile_at(operands.v, position - 1)
+        if const_expr(self.spec.pingpong):
+            barriers.take_turn(me.group)
+        products.issue(self.qk_mma(), operands.scores, operands.q, k_tile, accumulate=False)
+        if const_expr(self.spec.qv):
+            v_keys = self.tile_at(operands.v_keys, position)
+            products.issue(self.qk_mma(), operands.scores, operands.qv, v_keys, accumulate=True)
+        if const_expr(not first):
+            products.issue(self.pv_mma(), operands.output, operands.p, v_tile, accumulate=True)
         if const_expr(self.spec.pingpong):
             barriers.give_turn(me.group, self.groups)
 
@@ -558,17 +568,9 @@ class ForwardKernel(Producer, Epilogue):
                 softmax.scale_rows(layout.rows_and_columns(operands.output), state.factor)
         products.round_to(self.dtype, operands.scores, operands.p)
 
-    def multiply(
-        self,
-        mma: cute.TiledMma,
-        accumulator: cute.Tensor,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        position: Int32,
-        accumulate: bool,
-    ):
-        """Issue accumulator (+)= A B with B in the stage of ``position``."""
-        products.issue(mma, accumulator, a, b, barriers.stage_of(position, self.stages), accumulate)
+    def tile_at(self, operand: cute.Tensor, position: Int32) -> cute.Tensor:
+        """The tile of a B operand in the stage of ``position``."""
+        return operand[None, None, None, barriers.stage_of(position, self.stages)]
 
     @cute.jit
     def softmax_step(

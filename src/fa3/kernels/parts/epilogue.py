@@ -41,7 +41,7 @@ class Epilogue:
                 first = Int64(work.batch_index) * sizes.heads * sizes.group
                 for r in cutlass.range_constexpr(layout.ROWS_PER_THREAD):
                     row = thread_rows[r]
-                    if row < sizes.rows:
+                    if row >= 0 and row < sizes.rows:
                         head = rows.head_of(row, work.head, sizes.group, packed)
                         place = (first + head) * seqlen_q + rows.query_of(row, sizes.group, packed)
                         cute.make_tensor(pointer + place, cute.make_layout(1))[0] = state.log_sum_exp(r)
@@ -75,7 +75,11 @@ class Epilogue:
             # Read by all before anybody writes the next tile into this memory.
             barriers.sync_group(me.group)
         elif me.warp == 0:
+            # Rows before row 0 go where TMA writes nothing, behind the last one: a store whose tile lies wholly
+            # before a tensor is an illegal instruction.
             tile = work.first_row // WGMMA_ROWS + me.group
+            if tile < 0:
+                tile = (work.sizes.rows + WGMMA_ROWS - 1) // WGMMA_ROWS
             target = store_out.target[None, tile, work.head, work.batch_index]
             cute.copy(store_out.tma, store_out.source[None, me.group], target)
             cute.arch.cp_async_bulk_commit_group()

@@ -35,7 +35,7 @@ class Producer:
         position: Int32,
     ) -> Work:
         """Describe a tile of the output."""
-        first_row = m_block * self.tile_m
+        first_row = sizes.first_row + m_block * self.tile_m
         block_list, cut_steps = Int64(0), Int32(0)
         if const_expr(self.mask == "blocks"):
             block_list, cut_steps, key_tiles = tiles.block_list(extras.blocks, batch_index, head, m_block, self.tile_n)
@@ -91,26 +91,46 @@ class Producer:
             # K first: its stage is free before the consumers have done with the q tiles.
             if work.key_tiles > 0:
                 self.load_step(work, loads.k, Int32(0))
-            self.load_q_tiles(work, loads)
+            # Under a window the warpgroups begin and end one after the other: each gets its q tile when it begins,
+            # so that the first are in the next tile while the last are still in this one.
+            begins = tuple(self.first_step_of(work, g) for g in range(self.groups))
+            self.load_q_tiles(work, loads, begins, Int32(0))
             for step in cutlass.range(1, work.key_tiles, unroll=1):
+                if const_expr(self.mask == "window"):
+                    self.load_q_tiles(work, loads, begins, step)
                 self.load_step(work, loads.k, step)
                 self.load_step(work, loads.v, step - 1)
             if work.key_tiles > 0:
                 self.load_step(work, loads.v, work.key_tiles - 1)
+                if const_expr(self.mask == "window"):
+                    self.load_q_tiles(work, loads, begins, work.key_tiles)
             position += work.key_tiles
             done += 1
             m_block, head, batch_index = self.publish_tile(sizes, supply, done, supply.fetch())
 
+    def first_step_of(self, work: Work, group: int) -> Int32:
+        """The step at which a warpgroup's q tile is wanted."""
+        if self.mask != "window":
+            return Int32(0)
+        group_row = work.first_row + WGMMA_ROWS * group
+        _, end_tile = self.key_tiles_of_rows(work.sizes, group_row, group_row + WGMMA_ROWS)
+        return cutlass.min(cutlass.max(work.last_tile + 1 - end_tile, 0), work.key_tiles)
+
     @cute.jit
-    def load_q_tiles(self, work: Work, loads: Loads):
-        """Bring the q tile of each warpgroup as soon as it has done with the one before; packed ones it brings."""
+    def load_q_tiles(self, work: Work, loads: Loads, begins: tuple, step: Int32):
+        """Bring the q tiles of the warpgroups that begin at ``step``, each as soon as it has done with the one before.
+
+        Packed ones they bring themselves.
+        """
         if const_expr(not self.spec.pack_gqa):
             for g in cutlass.range_constexpr(self.groups):
-                barriers.wait_empty(loads.q.empty + g, work.done, 1)
-                tile = work.first_row // WGMMA_ROWS + g
-                copies.issue(loads.q, g, tile, work.head, work.batch_index)
-                if const_expr(self.spec.qv):
-                    copies.issue(loads.qv, g, tile, work.head, work.batch_index)
+                if begins[g] == step:
+                    barriers.wait_empty(loads.q.empty + g, work.done, 1)
+                    # Of rows before row 0 nothing is read.
+                    tile = cutlass.max(work.first_row // WGMMA_ROWS + g, 0)
+                    copies.issue(loads.q, g, tile, work.head, work.batch_index)
+                    if const_expr(self.spec.qv):
+                        copies.issue(loads.qv, g, tile, work.head, work.batch_index)
 
     @cute.jit
     def load_step(self, work: Work, load: Load, step: Int32):
@@ -125,7 +145,7 @@ class Producer:
     @cute.jit
     def load_first_steps(self, work: Work, loads: Loads):
         """Without a producer warp: bring Q and fill the stages before the main loop of a tile."""
-        self.load_q_tiles(work, loads)
+        self.load_q_tiles(work, loads, (Int32(0),) * self.groups, Int32(0))
         for step in cutlass.range_constexpr(self.stages):
             if step < work.key_tiles:
                 self.load_step(work, loads.k, Int32(step))

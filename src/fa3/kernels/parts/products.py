@@ -29,14 +29,13 @@ def issue(
     accumulator: cute.Tensor,
     a: cute.Tensor,
     b: cute.Tensor,
-    stage: Int32,
     accumulate: cutlass.Constexpr,
 ):
-    """Issue accumulator (+)= A B with B in ``stage``, as one group of WGMMAs."""
+    """Issue accumulator (+)= A B as one group of WGMMAs."""
     warpgroup.fence()
     mma.set(warpgroup.Field.ACCUMULATE, accumulate)
     for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-        cute.gemm(mma, accumulator, a[None, None, k], b[None, None, k, stage], accumulator)
+        cute.gemm(mma, accumulator, a[None, None, k], b[None, None, k], accumulator)
         mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
 

@@ -42,27 +42,27 @@ def row_max_float(row: cute.Tensor, start: Float32) -> Float32:
 
 
 @cute.jit
-def row_max_bits(bits: cute.Tensor) -> Int32:
-    """Largest of a row's raw float bits as signed integers.
+def row_max_bits(bits: cute.Tensor) -> tuple[Int32, Int32]:
+    """For each of the thread's two rows, the largest of its raw float bits as signed integers.
 
     It is the largest float if that is not negative; among negative floats the order runs backwards. Two
-    nested maxima fuse into one three-input instruction, VIMNMX3, which float maxima do not have.
+    nested maxima fuse into one three-input instruction, VIMNMX3, which float maxima do not have. Two chains for
+    each row, side by side: none waits for its own last result.
     """
-    best = [bits[0], bits[1]]
-    for i in cutlass.range_constexpr(2, cute.size(bits), 2):
-        chain = (i // 2) % 2
-        best[chain] = cutlass.max(cutlass.max(best[chain], bits[i]), bits[i + 1])
-    return cutlass.max(best[0], best[1])
+    rows = range(ROWS_PER_THREAD)
+    best = [[bits[r, 0], bits[r, 1]] for r in rows]
+    for i in cutlass.range_constexpr(2, cute.size(bits, mode=[1]), 2):
+        for r in rows:
+            chain = (i // 2) % 2
+            best[r][chain] = cutlass.max(cutlass.max(best[r][chain], bits[r, i]), bits[r, i + 1])
+    return cutlass.max(best[0][0], best[0][1]), cutlass.max(best[1][0], best[1][1])
 
 
 @cute.jit
 def exceeds(scores: cute.Tensor, limit_bits: cute.Tensor) -> Boolean:
     """Whether any score of the thread's rows reaches its row's limit (see ``limit_of``)."""
-    bits = cute.recast_tensor(scores, Int32)
-    answer = Boolean(False)
-    for r in cutlass.range_constexpr(cute.size(limit_bits)):
-        answer = answer | (row_max_bits(bits[r, None]) >= limit_bits[r])
-    return answer
+    upper, lower = row_max_bits(cute.recast_tensor(scores, Int32))
+    return (upper >= limit_bits[0]) | (lower >= limit_bits[1])
 
 
 @cute.jit

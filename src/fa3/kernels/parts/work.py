@@ -18,8 +18,10 @@ class Sizes(NamedTuple):
     """
 
     batch: Int32
-    #: Rows of one head of tiles, and heads of tiles.
+    #: Rows of one head of tiles, the row at which its first tile begins (0, or before it by a multiple of a
+    #: warpgroup's rows), and heads of tiles.
     rows: Int32
+    first_row: Int32
     heads: Int32
     #: Heads of tiles that read the same K and V.
     heads_per_kv: Int32
