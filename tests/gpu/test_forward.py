@@ -335,21 +335,13 @@ def test_an_output_beyond_2_to_the_31_elements_is_written_to_its_end():
 # What it refuses ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head_dim", [8, 72, 96, 192])
-def test_a_head_dim_without_a_kernel_names_the_way_out(head_dim, make, monkeypatch, assert_accurate):
-    q, k, v = make(head_dim=head_dim)
-    with pytest.raises(NotImplementedError, match=rf"hopper.*{head_dim}.*FA3_BACKEND"):
+def test_wide_dtypes_have_no_kernel_and_name_the_way_out(make, monkeypatch):
+    q, k, v = (x.float() for x in make())
+    with pytest.raises(NotImplementedError, match=r"hopper.*fp32.*FA3_BACKEND"):
         fa3.flash_attn_func(q, k, v)
     monkeypatch.setenv("FA3_BACKEND", "tiled")
-    assert_accurate(*fa3.flash_attn_func(q, k, v, return_lse=True), q, k, v)
-
-
-def test_values_of_another_width_and_wide_dtypes_name_the_way_out(make):
-    q, k, v = make()
-    with pytest.raises(NotImplementedError, match="FA3_BACKEND"):
-        fa3.flash_attn_func(q, k, v[..., :64])
-    with pytest.raises(NotImplementedError, match=r"fp32.*FA3_BACKEND"):
-        fa3.flash_attn_func(q.float(), k.float(), v.float())
+    out = fa3.flash_attn_func(q, k, v)
+    torch.testing.assert_close(out.double(), fa3.reference(q, k, v)[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
