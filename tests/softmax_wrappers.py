@@ -44,8 +44,9 @@ def row_maxima(
         for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(ROW_VALUES):
                 scores[r, c] = given[i, r, c]
+        both = softmax.row_max_bits(cute.recast_tensor(scores, Int32))
         for r in cutlass.range_constexpr(2):
-            bits[i, r] = softmax.row_max_bits(cute.recast_tensor(scores, Int32)[r, None])
+            bits[i, r] = both[r]
             largest[i, r] = softmax.row_max_float(scores[r, None], reference[i, r])
             limits[r] = softmax.limit_of(reference[i, r], margin[i, r])
             limit[i, r] = limits[r]

@@ -111,6 +111,22 @@ def test_key_tiles_are_those_with_a_key_that_is_seen_and_whole_ones_those_that_e
     assert (results[..., 1] >= results[..., 0]).all(), "the number of tiles is their difference"
 
 
+def test_queries_before_the_first_need_no_key_tiles_under_a_causal_mask():
+    # The first tile of a causal mask begins before query 0 if the queries do not fill it.
+    bounds = [one for one in ALL_BOUNDS if one[0] and one[2:] == (OPEN, OPEN, 0)]
+    results = []
+    for first in (0, -64, -192):
+        cases = [(first, last, *for_kernel(one)) for one in bounds for last in {0, one[0] // 2, one[0] - 1}]
+        results.append(ints(len(cases), len(KINDS), 4))
+        call(
+            wrappers.tiles_of_queries, torch.tensor(cases, dtype=torch.int32), results[-1], len(cases), constants=(16,)
+        )
+    needed = [result[:, KINDS.index("causal"), :2] for result in results]
+    assert needed[0].max() > 1
+    assert torch.equal(needed[1], needed[0])
+    assert torch.equal(needed[2], needed[0])
+
+
 def seen_range(kind: str, bounds: Bounds, query: int) -> tuple[int, int]:
     """(first, one past the last) key, from the definition, in integers without a limit."""
     seqlen_q, seqlen_k, left, right, chunk = bounds

@@ -86,10 +86,10 @@ def test_costs_are_relative_to_the_tiles_of_long_sequences_which_do_most_in_thei
 
 
 @pytest.mark.parametrize("kind", TILE_CLASSES, ids=str)
-def test_the_sweep_tries_whatever_the_tables_choose_for_plain_calls(kind):
+def test_the_sweep_tries_whatever_the_tables_choose_for_full_and_causal_calls(kind):
     tried = {size(choice) for choice in CANDIDATES[kind]}
     assert len(tried) == len(CANDIDATES[kind])
-    chosen = {size(choice) for rows in TILES[kind].values() for _, choice in rows}
+    chosen = {size(choice) for mask in ("full", "causal") for _, choice in TILES[kind][mask]}
     assert chosen | {size(choice) for choice in SMALL[kind]} <= tried
 
 
