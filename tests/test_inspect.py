@@ -29,7 +29,7 @@ SPEC = ForwardSpec(
     dtype="bf16",
     head_dim=128,
     head_dim_v=128,
-    causal=False,
+    mask="full",
     tile_m=128,
     tile_n=16,
     stages=2,
@@ -161,6 +161,33 @@ def test_each_broken_promise_is_named(change: dict[str, object], sentence: str) 
     assert sentence in broken
 
 
+def test_threads_write_the_packed_rows_of_a_group_so_no_tma_store_is_promised() -> None:
+    packed = dataclasses.replace(SPEC, pack_gqa=True)
+    assert check(packed, dataclasses.replace(KEPT, utmastg=0)) == []
+    # K and V still come through TMA.
+    (broken,) = check(packed, dataclasses.replace(KEPT, utmastg=0, utmaldg=0))
+    assert "no UTMALDG" in broken
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mask": "window"},
+        {"mask": "blocks", "mask_mod": "m:f"},
+        {"softcap": True},
+        {"qv": True},
+        {"score_mod": "m:f"},
+        {"mask_mod": "m:f", "mask_aux": "i2"},
+    ],
+    ids=str,
+)
+def test_kernels_of_every_option_promise_the_same(changes: dict[str, object]) -> None:
+    spec = dataclasses.replace(SPEC, **changes)  # type: ignore[arg-type]
+    assert check(spec, KEPT) == []
+    for change in ({"utmastg": 0}, {"spills": 1}, {"stack": 8}, {"waits": 32}, {"overlap": [66, 3]}):
+        assert len(check(spec, dataclasses.replace(KEPT, **change))) == 1  # type: ignore[arg-type]
+
+
 def test_switches_that_are_off_must_not_show() -> None:
     (broken,) = check(dataclasses.replace(SPEC, overlap=False), KEPT)
     assert "overlap is off" in broken
@@ -213,6 +240,17 @@ def test_the_command_prints_a_table_and_writes_the_machine_code(
     assert "24/240" in printed
     assert "kept" in printed
     assert SPEC.name in printed
+
+
+def test_an_artifact_of_another_version_is_shown_without_promises(
+    artifact: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = SPEC.as_dict()
+    fields["causal"] = fields.pop("mask") == "causal"
+    (artifact / "facts.json").write_text(json.dumps({"spec": fields}))
+    assert run_command(str(artifact), "--json") == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["name"], row["shared_dynamic"], row["broken"]) == ("kernel.so", None, [])
 
 
 def test_the_command_fails_when_a_promise_is_broken(

@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 
 from fa3.plan import PRESETS, shipped_specs
-from fa3.spec import SHARED_MEMORY_PER_BLOCK, ForwardSpec, spec_from_dict
+from fa3.spec import MASKS, SHARED_MEMORY_PER_BLOCK, TILE_CLASSES, ForwardSpec, spec_from_dict
 
 SPEC = ForwardSpec(
     dtype="bf16",
     head_dim=128,
     head_dim_v=128,
-    causal=True,
+    mask="causal",
     tile_m=128,
     tile_n=128,
     stages=2,
@@ -38,8 +38,8 @@ def spec_of_tiles(head_dim: int, tile_m: int, tile_n: int, stages: int) -> Forwa
     ("field", "values"),
     [
         ("dtype", ["fp32", "fp64", "bfloat16", ""]),
-        ("head_dim", [0, 32, 96, 512]),
-        ("head_dim_v", [0, 32, 96, 512]),
+        ("head_dim", [0, 32, 96, 160, 512]),
+        ("mask", ["", "none", "Causal", True]),
         ("tile_m", [0, 32, 96, 320, -64]),
         ("tile_n", [0, 8, 24, 129, 272, -16]),
         ("stages", [0, -1, 9]),
@@ -48,16 +48,36 @@ def spec_of_tiles(head_dim: int, tile_m: int, tile_n: int, stages: int) -> Forwa
 )
 def test_a_field_out_of_range_is_refused_with_its_name_and_value(field, values):
     for value in values:
-        with pytest.raises(ValueError, match=rf"^{field}={re.escape(repr(value))}: "):
+        with pytest.raises(ValueError, match=rf"^{field}={re.escape(repr(value))}[:,] "):
             replace(SPEC, **{field: value}).validate()
+
+
+@pytest.mark.parametrize("head_dim_v", [0, 32, 96, 256, 512])
+def test_head_dims_of_no_tile_class_are_refused_with_those_there_are(head_dim_v):
+    with pytest.raises(ValueError, match=re.escape(f"head_dim=128, head_dim_v={head_dim_v}: the tile classes are ")):
+        replace(SPEC, head_dim_v=head_dim_v).validate()
+
+
+BLOCKS = {"mask": "blocks", "mask_mod": "m:f"}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_dim_v": 64}, "head_dim=128, head_dim_v=64: must be equal"),
         ({"stages": 1, "warp_specialized": False}, "stages=1: without a producer warp at least 2"),
+        ({"stages": 1, "qv": True, "tile_n": 64}, "stages=1: qv needs V of this step and of the one before"),
         ({"tile_m": 64}, "pingpong=True needs at least two consumer warpgroups: tile_m=64"),
+        ({"mask": "blocks"}, "mask='blocks': blocks that are cut need a mask_mod"),
+        ({**BLOCKS, "tile_m": 64, "pingpong": False}, "tile_m=64, tile_n=128: with block masks tiles are 128 queries"),
+        ({**BLOCKS, "tile_m": 192, "tile_n": 64}, "tile_m=192, tile_n=64: with block masks tiles are 128 queries"),
+        (
+            {**BLOCKS, "tile_n": 48},
+            "tile_m=128, tile_n=48: with block masks tiles are 128 queries and a divisor of 128",
+        ),
+        ({"pack_gqa": True, **BLOCKS}, "pack_gqa=True: goes with no block mask, modification or qv"),
+        ({"pack_gqa": True, "score_mod": "m:f"}, "pack_gqa=True: goes with no block mask, modification or qv"),
+        ({"pack_gqa": True, "mask_mod": "m:f"}, "pack_gqa=True: goes with no block mask, modification or qv"),
+        ({"pack_gqa": True, "qv": True}, "pack_gqa=True: goes with no block mask, modification or qv"),
     ],
 )
 def test_fields_that_do_not_go_together_are_refused_with_their_names_and_values(changes, message):
@@ -84,11 +104,18 @@ def test_tiles_too_large_for_shared_memory_are_refused_with_the_bytes_needed_and
         {"warp_specialized": False},
         {"tile_m": 64, "pingpong": False},
         {"tile_m": 256, "tile_n": 16},
+        *({"mask": mask} for mask in MASKS if mask != "blocks"),
+        *({**BLOCKS, "tile_n": tile_n} for tile_n in (16, 32, 64, 128)),
+        *({"head_dim": d, "head_dim_v": dv, "tile_n": 16} for d, dv in TILE_CLASSES),
+        {"softcap": True, "score_mod": "m:f", "mask_mod": "m:f", "score_aux": "f1,i3", "mask_aux": "i2"},
+        {"qv": True, "tile_n": 64},
+        {"qv": True, "tile_n": 64, "score_mod": "m:f", **BLOCKS},
+        {"pack_gqa": True, "softcap": True},
         {"rescale_threshold": 0.0},
         {"rescale_threshold": 8.0},
     ],
 )
-def test_the_ends_of_each_range_are_allowed(changes):
+def test_the_ends_of_each_range_and_what_goes_together_are_allowed(changes):
     replace(SPEC, **changes).validate()
 
 
@@ -96,11 +123,12 @@ def test_the_ends_of_each_range_are_allowed(changes):
 
 
 def test_the_name_tells_specs_apart_by_every_field():
+    modified = replace(SPEC, score_mod="one:score", mask_mod="one:mask")
     others = {
         "dtype": "fp16",
         "head_dim": 64,
         "head_dim_v": 64,
-        "causal": False,
+        "mask": "window",
         "tile_m": 192,
         "tile_n": 64,
         "stages": 3,
@@ -108,14 +136,33 @@ def test_the_name_tells_specs_apart_by_every_field():
         "pingpong": False,
         "overlap": False,
         "rescale_threshold": 0.0,
+        "softcap": True,
+        "pack_gqa": True,
+        "qv": True,
+        "score_mod": "other:score",
+        "mask_mod": "other:mask",
+        "score_aux": "f1",
+        "mask_aux": "f1",
     }
     assert set(others) == {field.name for field in dataclasses.fields(ForwardSpec)}
-    names = {SPEC.name, *(replace(SPEC, **{field: value}).name for field, value in others.items())}
-    assert len(names) == 1 + len(others)
+    names = {modified.name, SPEC.name, *(replace(modified, **{field: value}).name for field, value in others.items())}
+    assert len(names) == 2 + len(others)
+
+
+def test_the_name_of_a_plain_spec_says_its_dims_mask_tiles_and_switches():
+    assert SPEC.name == "forward_bf16_d128_causal_128x128x2_wpot8"
+    serial = replace(SPEC, mask="full", head_dim=192, warp_specialized=False, pingpong=False, overlap=False)
+    assert serial.name == "forward_bf16_d192v128_full_128x128x2_serialt8"
+    modified = replace(SPEC, softcap=True, qv=True, score_mod="m:f", score_aux="f1,i2", mask_mod="a.b:g")
+    assert modified.name == SPEC.name + "_softcap_qv_m:f(f1,i2)_a.b:g"
+
+
+def test_the_causal_mask_is_one_of_the_masks():
+    assert [replace(SPEC, mask=mask).causal for mask in MASKS] == [mask == "causal" for mask in MASKS]
 
 
 def test_a_spec_comes_back_from_its_dict_through_json():
-    for spec in shipped_specs("all"):
+    for spec in {spec for preset in PRESETS for spec in shipped_specs(preset)}:
         back = spec_from_dict(json.loads(json.dumps(spec.as_dict())))
         assert back == spec
         assert back.as_dict() == spec.as_dict()
@@ -141,6 +188,13 @@ def test_unknown_and_missing_fields_are_refused():
     del fields["stages"]
     with pytest.raises(ValueError, match="not the fields of a ForwardSpec"):
         spec_from_dict(fields)
+
+
+def test_a_spec_of_before_the_options_has_none_of_them():
+    fields = SPEC.as_dict()
+    for name in ("softcap", "pack_gqa", "qv", "score_mod", "mask_mod", "score_aux", "mask_aux"):
+        del fields[name]
+    assert spec_from_dict(fields) == SPEC
 
 
 # threads and shared memory ------------------------------------------------------------------------
@@ -179,3 +233,12 @@ def test_out_has_a_tile_of_its_own_where_there_is_room_and_that_of_q_elsewhere(s
     assert spec.out_has_own_tile == own
     assert (1024 + kv_bytes + q_bytes + out_bytes <= SHARED_MEMORY_PER_BLOCK) == own
     assert spec.shared_bytes == 1024 + kv_bytes + q_bytes + (out_bytes if own else 0)
+
+
+@pytest.mark.parametrize("kind", TILE_CLASSES, ids=str)
+def test_qv_takes_a_tile_as_large_as_that_of_out(kind):
+    without = replace(SPEC, head_dim=kind[0], head_dim_v=kind[1], tile_m=64, tile_n=16, stages=2, pingpong=False)
+    assert without.out_has_own_tile
+    with_qv = replace(without, qv=True)
+    assert with_qv.out_has_own_tile
+    assert with_qv.shared_bytes - without.shared_bytes == 2 * 64 * kind[1]
