@@ -395,7 +395,7 @@ def _serve(scratch: str) -> None:
         request = json.loads(line)
         try:
             target = Target(**request["target"])
-            sys.path += [place for place in request["path"] if place not in sys.path]
+            sys.path[:] = [*request["path"], *(place for place in sys.path if place not in request["path"])]
             if not selected:
                 _select_flavour(target.cuda_major)
                 selected = True
