@@ -21,10 +21,12 @@ from fa3.compiler import build as build_module
 from fa3.compiler import inspect
 from fa3.compiler import store as store_module
 from fa3.compiler import target as target_module
-from fa3.compiler.build import Artifact, Outcome, build, compile_many, require_compiler
+from fa3.compiler.build import Artifact, Outcome, Worker, build, compile_many, require_compiler
 from fa3.compiler.store import Store
 from fa3.compiler.target import RUNTIME_LIBRARY, Target, default_target, runtime_library
 from fa3.errors import CompileError, StoreError
+from fa3.plan import make_spec
+from fa3.tiles import TileChoice
 from toy_kernels import ToySpec
 
 TARGET = Target(cuda_major=13)
@@ -233,6 +235,37 @@ def test_the_older_cuda_major_can_be_chosen_when_both_are_installed(tmp_path: Pa
     store = Store([tmp_path / "store"], TARGET)
     store.for_target(Target(cuda_major=12)).put(ToySpec(), older)
     assert store.find(ToySpec()) is None
+
+
+CALLERS_OWN = """
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+@cute.jit
+def raised(score: Float32, batch: Int32, head: Int32, q_index: Int32, kv_index: Int32, aux: tuple) -> Float32:
+    return score + aux[0][head] + Float32(1234.5)
+"""
+
+
+def test_a_modification_of_the_callers_own_is_compiled_into_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mods").mkdir()
+    (tmp_path / "mods" / "callers_own.py").write_text(CALLERS_OWN)
+    # On the path of this process alone, by a name relative to its folder, in which another module has the same name.
+    (tmp_path / "callers_own.py").write_text("raised = None")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("mods")
+    tiles = TileChoice(64, 16, 2)
+    spec = make_spec("bf16", 64, "full", tiles, score_mod="callers_own:raised", score_aux="f1")
+    missing = make_spec("bf16", 64, "full", tiles, mask_mod="no_such_module:mask")
+    with Worker(TARGET) as worker:
+        with pytest.raises(CompileError, match=r"(?s)d64_full_64x16x2.*No module named 'no_such_module'"):
+            worker.build(missing)
+        made = worker.build(spec)
+    assert made.facts["spec"] == spec.as_dict()
+    assert inspect.check(spec, inspect.report(inspect.cubin_of(made.shared_object))) == []
+    assert "1234.5" in inspect.disassemble(inspect.cubin_of(made.shared_object))
 
 
 def test_a_missing_dsl_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -12,6 +13,8 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -22,6 +25,8 @@ from fa3.compiler.build import Artifact
 from fa3.compiler.store import Store, default_store
 from fa3.compiler.target import Target
 from fa3.errors import CompileError, StoreError
+from fa3.plan import shipped_specs
+from fa3.spec import ForwardSpec
 from toy_kernels import ToySpec
 
 SPEC = ToySpec()
@@ -79,6 +84,82 @@ def test_the_sources_hash_sees_kernels_compiler_and_spec(tmp_path: Path, monkeyp
     assert len(hashes) == 8
     (tmp_path / "plan.py").write_text("no part of the key")
     assert store_module.sources_hash.__wrapped__() in hashes
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the path with a module, and a package with one."""
+    folder = tmp_path / "modules"
+    (folder / "callers").mkdir(parents=True)
+    (folder / "callers" / "__init__.py").write_text("")
+    # Found, never imported: a machine without the DSL has a key for them too.
+    (folder / "callers" / "scores.py").write_text("raise ImportError('no DSL here')")
+    (folder / "callers_mask.py").write_text("raise ImportError('no DSL here')")
+    monkeypatch.syspath_prepend(folder)
+    importlib.invalidate_caches()
+    yield folder
+    # Packages are imported to look for a module in them.
+    sys.modules.pop("callers", None)
+
+
+def modified(**changes: str) -> ForwardSpec:
+    (plain,) = shipped_specs("smoke")
+    return replace(plain, **changes)
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "file"),
+    [("score_mod", "callers.scores:f", "callers/scores.py"), ("mask_mod", "callers_mask:f", "callers_mask.py")],
+)
+def test_the_key_depends_on_the_file_of_a_callers_modification(
+    store: Store, modules: Path, field: str, name: str, file: str
+) -> None:
+    spec = modified(**{field: name})
+    path, key = modules / file, store.key(spec)
+    before = path.read_text()
+    path.write_text(before + "# changed")
+    assert store.key(spec) != key
+    path.write_text(before)
+    assert store.key(spec) == key
+    for other in modules.rglob("*.py"):
+        if other != path:
+            other.write_text("# changed")
+    assert store.key(spec) == key
+    assert store.key(modified(**{field: name.replace(":f", ":g")})) != key
+
+
+def test_a_change_of_one_of_two_modifications_changes_the_key(store: Store, modules: Path) -> None:
+    spec = modified(score_mod="callers.scores:f", mask_mod="callers_mask:f")
+    keys = {store.key(spec)}
+    for file in ("callers/scores.py", "callers_mask.py"):
+        (modules / file).write_text("# changed")
+        keys.add(store.key(spec))
+    assert len(keys) == 3
+
+
+def test_an_artifact_of_a_modification_that_has_changed_is_not_found(store: Store, modules: Path) -> None:
+    spec = modified(score_mod="callers_mask:f")
+    facts = {**artifact().facts, "name": spec.name, "spec": spec.as_dict()}
+    path = store.put(spec, Artifact(b"code", facts))
+    assert store.find(spec) == path
+    (modules / "callers_mask.py").write_text("# changed")
+    assert store.find(spec) is None
+
+
+@pytest.mark.parametrize(
+    "module", ["no_such_module", "no_such_package.scores", "callers.no_such_module", "sys", "empty"]
+)
+def test_a_modification_whose_file_cannot_be_found_is_named(store: Store, modules: Path, module: str) -> None:
+    (modules / "empty").mkdir()  # a package without a file
+    importlib.invalidate_caches()
+    with pytest.raises(StoreError, match=rf"module {module}, which has a function for a kernel, cannot be found"):
+        store.key(modified(mask_mod=f"{module}:f"))
+
+
+def test_ready_made_modifications_are_among_the_sources_already(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "module_hash", lambda module: pytest.fail(f"read {module}"))
+    keys = {store.key(spec) for spec in shipped_specs("features")}
+    assert len(keys) == len(shipped_specs("features"))
 
 
 def test_new_folders_are_private_whatever_the_umask(tmp_path: Path) -> None:
