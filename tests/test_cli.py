@@ -2,70 +2,22 @@
 
 import argparse
 import hashlib
-import importlib.util
-import itertools
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import fa3
-from fa3.cli import bench, check, demo, explain, measure, peers, plots, roofline, timing
+from command_line import ROOT, empty_store, on_cpu  # noqa: F401
+from fa3.cli import bench, check, demo, explain, plots
 from fa3.cli.main import COMMANDS, main
 from fa3.compiler.build import Artifact
 from fa3.compiler.store import Store, default_store
 from fa3.errors import FA3Error
 from fa3.plan import H200, plan, shipped_specs
-
-ROOT = Path(__file__).resolve().parents[1]
-
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
-
-
-@pytest.fixture(autouse=True)
-def _empty_store(monkeypatch, tmp_path):
-    monkeypatch.setenv("FA3_STORE", str(tmp_path / "store"))
-    default_store.cache_clear()
-    yield
-    default_store.cache_clear()
-
-
-def figures_script():
-    spec = importlib.util.spec_from_file_location("make_figures", ROOT / "scripts" / "make_figures.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def row(impl="fa3", **changes):
-    cell = measure.make_cell(128, False, 16384, 16384, 2048)
-    entrant = measure.Entrant(peers.Impl(impl, "1", lambda q, k, v, causal: lambda: None), [], 3.0)
-    fields = measure.row(entrant, cell, "bf16", timing.Sample(3.0, 1600.0, 690.0), "burst")
-    return {**fields, **changes}
-
-
-def result(kind="speed", rows=(), date="2026-01-02T03:04:05+00:00"):
-    head = {
-        "kind": kind,
-        "gpu": "NVIDIA H200",
-        "sm_count": 132,
-        "driver": "580.1",
-        "cuda": "13.0",
-        "torch": "2.11.0",
-        "cutlass": "4.8.1",
-        "fa3": "0.1.0",
-        "commit": "0123456789abcdef",
-        "date": date,
-        "command": "fa3 bench",
-        "impls": {"fa3": "0.1.0", "fa2": "torch 2.11.0"},
-        "missing": {},
-        "notes": [],
-    }
-    return {**head, "rows": list(rows)}
 
 
 class TestMain:
@@ -208,10 +160,31 @@ class TestExplain:
         said = self.said(capsys, "--shape", "1,1,32,128", "--seqlen-k", "8192", "--kv-heads", "8")
         assert said["roofline"]["bound"] == "memory"
 
-    def test_a_head_dim_without_kernel_has_no_plan_and_says_why(self, capsys):
-        said = self.said(capsys, "--shape", "1,128,4,96")
+    def test_a_dtype_without_kernel_has_no_plan_and_says_why(self, capsys):
+        said = self.said(capsys, "--shape", "1,128,4,96", "--dtype", "fp32")
         assert said["plan"] is None
-        assert "96" in said["no_plan"]
+        assert "fp32" in said["no_plan"]
+        assert main(["explain", "--shape", "1,128,4,96", "--dtype", "fp32"]) == 0
+        assert "the hopper backend has none: dtype fp32: kernels exist for fp16, bf16" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("arguments", "mask", "heads_packed"),
+        [
+            (["--causal"], "causal", False),
+            (["--seqlen-k", "8192"], "full", True),
+            (["--seqlen-k", "8192", "--causal"], "full", True),
+        ],
+        ids=["prefill", "decode", "decode-causal"],
+    )
+    def test_a_decode_step_is_planned_without_a_mask_and_with_packed_heads(self, capsys, arguments, mask, heads_packed):
+        seqlen = 8192 if mask == "causal" else 1
+        said = self.said(capsys, "--shape", f"8,{seqlen},32,128", "--kv-heads", "8", *arguments)
+        assert (said["plan"]["spec"]["mask"], said["plan"]["spec"]["pack_gqa"]) == (mask, heads_packed)
+        assert any("share tiles" in reason for reason in said["plan"]["reasons"]) == heads_packed
+
+    def test_odd_head_dims_are_planned_for_the_tile_class_that_holds_them(self, capsys):
+        said = self.said(capsys, "--shape", "1,4096,4,40", "--head-dim-v", "320")
+        assert (said["plan"]["spec"]["head_dim"], said["plan"]["spec"]["head_dim_v"]) == (64, 256)
 
     @pytest.mark.parametrize(
         ("arguments", "named"),
@@ -369,211 +342,3 @@ class TestDemo:
         monkeypatch.setattr(fa3, "flash_attn_func", lambda q, k, v, causal: v * 1.1)
         assert main(["demo", "--shape", "1,128,1,64", "--png", str(tmp_path / "demo.png")]) == 1
         assert "something is wrong" in capsys.readouterr().err
-
-
-ROW_FIELDS = {
-    *("impl", "direction", "dtype", "d", "dv", "causal", "b", "s", "h", "hk"),
-    *("ms", "tflops", "clock_mhz", "watts", "regime"),
-}
-
-
-class TestBench:
-    @on_cpu
-    def test_it_writes_a_result_file_with_what_was_run(self, tmp_path, capsys):
-        file, picture = tmp_path / "results" / "cpu.json", tmp_path / "cpu.png"
-        arguments = ["bench", "--quick", "--tokens", "256", "--hidden", "128", "--cells", "64-full-128,64-causal-256"]
-        assert main([*arguments, "--json", str(file), "--png", str(picture)]) == 0
-        written = json.loads(file.read_text())
-        assert {"gpu", "driver", "torch", "cutlass", "fa3", "commit", "date", "command"} <= set(written)
-        assert [set(entry) for entry in written["rows"]] == [ROW_FIELDS] * 2
-        first, second = written["rows"]
-        assert (first["impl"], first["d"], first["causal"], first["b"], first["s"], first["h"]) == (
-            "tiled", 64, False, 2, 128, 2,
-        )  # fmt: skip
-        assert (second["causal"], second["b"], second["s"]) == (True, 1, 256)
-        for entry in written["rows"]:
-            assert entry["ms"] > 0
-            assert entry["regime"] == "burst"
-        assert picture.read_bytes().startswith(b"\x89PNG")
-        assert not list(file.parent.glob("*.partial"))
-        assert "fa2: needs a GPU" in capsys.readouterr().out
-
-    def test_tflops_are_flops_over_time(self):
-        assert row()["tflops"] == pytest.approx(4 * 16 * 16384**2 * 128 / 3e-3 / 1e12, rel=1e-4)
-
-    def test_a_causal_mask_counts_half(self):
-        shape = {"batch": 2, "heads": 3, "seqlen_q": 5, "seqlen_k": 5, "head_dim": 8, "head_dim_v": 8}
-        assert roofline.attention_flops(**shape, causal=False) == 4 * 2 * 3 * 5 * 5 * 8
-        assert roofline.attention_flops(**shape, causal=True) == 2 * 2 * 3 * 5 * 5 * 8
-
-    def test_utilisation_is_one_at_the_rate_of_the_chip(self):
-        assert roofline.utilisation(132 * 4096 * 1.5e9 / 1e12, 132, 1500) == pytest.approx(1.0)
-
-    def test_rounds_alternate_between_implementations(self, monkeypatch):
-        order = []
-
-        def entrant(name):
-            impl = peers.Impl(name, "1", lambda q, k, v, causal: lambda: None)
-            return measure.Entrant(impl, [lambda: order.append(name)], 1e9)
-
-        cell = measure.make_cell(64, False, 128, 128, 64)
-        cpu = torch.device("cpu")
-        rows = measure.measure_cell(
-            [entrant("fa3"), entrant("fa2")], cell, "bf16", cpu, timing.Sensors(cpu), burst_rounds=3, steady_rounds=0
-        )
-        assert order == ["fa3", "fa2"] * 3
-        assert [entry["impl"] for entry in rows] == ["fa3", "fa2"]
-
-    def test_a_steady_run_lasts_and_counts_only_what_came_after_settling(self, monkeypatch):
-        monkeypatch.setattr(timing, "SETTLE_SECONDS", 0.05)
-        cpu = torch.device("cpu")
-        calls = []
-
-        def call():
-            calls.append(1)
-            import time
-
-            # The first half second of a real card is faster; here the first calls are slower.
-            time.sleep(0.02 if len(calls) <= 2 else 0.005)
-
-        monkeypatch.setattr(timing, "CHUNK_MS", 5.0)
-        sample = timing.steady(cpu, [call], 5.0, 0.25, timing.Sensors(cpu))
-        assert 5.0 <= sample.ms < 10.0
-
-    def test_an_implementation_that_fails_is_noted_and_the_others_are_measured(self):
-        def broken(q, k, v, causal):
-            raise RuntimeError("no kernel image\nsecond line")
-
-        cell = measure.make_cell(64, False, 128, 128, 64)
-        cpu = torch.device("cpu")
-        good = peers.Impl("tiled", "1", peers._tiled)
-        notes = []
-        entrants = measure.enter(
-            [(peers.Impl("fa4", "1", broken), None), (good, None)],
-            cell,
-            measure.inputs(cell, torch.float32, cpu),
-            cpu,
-            notes,
-        )
-        assert [entrant.impl.name for entrant in entrants] == ["tiled"]
-        assert notes == ["64-full-128: fa4 left out: RuntimeError: no kernel image"]
-
-    def test_an_implementation_that_computes_something_else_is_noted(self):
-        cell = measure.make_cell(64, False, 128, 128, 64)
-        cpu = torch.device("cpu")
-        wrong = peers.Impl("official", "1", lambda q, k, v, causal: lambda: v)
-        notes = []
-        tensors = measure.inputs(cell, torch.float32, cpu)
-        measure.enter([(peers.Impl("tiled", "1", peers._tiled), None), (wrong, None)], cell, tensors, cpu, notes)
-        assert len(notes) == 1
-        assert notes[0].startswith("64-full-128: official differs from tiled")
-
-    def test_sdpa_computes_what_fa3_computes(self):
-        q, k, v = (torch.randn(2, 96, 4, 64) for _ in range(3))
-        for causal in (False, True):
-            out = peers._sdpa(q, k[:, :, :2], v[:, :, :2], causal)().transpose(1, 2)
-            expected = fa3.flash_attn_func(q, k[:, :, :2], v[:, :, :2], causal=causal)
-            torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
-
-    @pytest.mark.parametrize(
-        "cells", ["128", "128-full", "128-diagonal-512", "0-full-512", "64-causal-0", "a-full-512", ""]
-    )
-    def test_cells_that_are_none_are_refused(self, cells):
-        with pytest.raises(ValueError, match="--cells"):
-            bench.parse_cells(cells, 16384, 2048)
-
-    def test_default_cells_hold_16k_tokens_of_2048_columns(self):
-        arguments = bench_arguments()
-        cells = bench._choose_cells(arguments, on_gpu=True)
-        assert len(cells) == 36
-        assert all(cell.batch * cell.seqlen == 16384 and cell.heads * cell.head_dim == 2048 for cell in cells)
-
-    def test_an_unknown_implementation_is_refused_with_the_known_ones(self, capsys):
-        assert main(["bench", "--impls", "fa5"]) == 2
-        assert "fa3, official, fa4, cudnn, fa2, tiled" in capsys.readouterr().err
-
-    @on_cpu
-    def test_the_time_limit_stops_between_cells_and_says_so(self, tmp_path):
-        file = tmp_path / "none.json"
-        assert main(["bench", "--quick", "--cells", "64-full-128", "--limit", "-1", "--json", str(file)]) == 1
-        assert json.loads(file.read_text())["notes"][-1] == "stopped after -1 s: 1 cells not measured"
-
-    @on_cpu
-    def test_host_time_has_rows_of_its_own(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(measure, "HOST_CALLS", 2)
-        monkeypatch.setattr(measure, "HOST_ROUNDS", 2)
-        file = tmp_path / "host.json"
-        assert main(["bench", "--host", "--json", str(file)]) == 0
-        (entry,) = json.loads(file.read_text())["rows"]
-        assert entry["regime"] == "host"
-        assert entry["host_us"] > 0
-        assert entry["ms"] is None
-
-    @on_cpu
-    def test_the_ablation_needs_a_gpu(self, capsys):
-        assert main(["bench", "--ablation"]) == 2
-        assert "needs a Hopper GPU" in capsys.readouterr().err
-
-    def test_the_ablation_runs_every_switch_of_the_schedule(self):
-        names = [spec for _, spec in measure.schedule_impls()]
-        assert len(names) == len(set(names))
-        specs = [spec for spec in shipped_specs("schedule") if spec.name in names]
-        assert {(spec.dtype, spec.head_dim, spec.causal) for spec in specs} == {("bf16", 128, False)}
-        switches = {(spec.warp_specialized, spec.pingpong, spec.overlap) for spec in specs}
-        assert switches == set(itertools.product((False, True), repeat=3))
-
-
-def bench_arguments(*arguments):
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    return parser.parse_args(arguments)
-
-
-class TestFigures:
-    def test_the_readme_is_what_the_result_files_say(self):
-        checked = subprocess.run(
-            [sys.executable, str(ROOT / "scripts" / "make_figures.py"), "--check"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        )
-        assert checked.returncode == 0, checked.stderr
-
-    def test_the_table_marks_the_fastest_and_comes_from_the_latest_file(self, tmp_path):
-        script = figures_script()
-        old = result(rows=[row(tflops=999.0)], date="2025-01-01T00:00:00+00:00")
-        new = result(rows=[row(tflops=640.4), row("fa2", tflops=346.0)])
-        (tmp_path / "a.json").write_text(json.dumps(new))
-        (tmp_path / "b.json").write_text(json.dumps(old))
-        (tmp_path / "cpu.json").write_text(json.dumps({**new, "gpu": None, "date": "2027"}))
-        block = script.block(script.latest(tmp_path))
-        assert "| 128 | full | 16384 | **640** | 346 |" in block
-        assert "999" not in block
-        assert "NVIDIA H200, driver 580.1, CUDA 13.0" in block
-
-    def test_without_result_files_the_readme_says_so(self, tmp_path):
-        script = figures_script()
-        assert "Not measured yet" in script.block(script.latest(tmp_path))
-
-    def test_a_readme_without_markers_is_refused(self):
-        with pytest.raises(ValueError, match="markers"):
-            figures_script().updated("# fa3", "block")
-
-    @pytest.mark.parametrize("kind", ["speed", "ablation", "host"])
-    def test_every_kind_of_result_can_be_drawn(self, kind, tmp_path):
-        changes = {"speed": {}, "ablation": {"spec": "forward_serial"}, "host": {"host_us": 17.0, "regime": "host"}}
-        drawn = result(kind, [row(**changes[kind]), row("fa2", host_us=22.0, regime=row(**changes[kind])["regime"])])
-        plots.save(plots.figure_of(drawn), tmp_path / "drawn.png")
-        assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
-
-    def test_the_same_result_gives_the_same_picture(self, tmp_path):
-        drawn = result(rows=[row(), row("fa2", tflops=346.0)])
-        for name in ("first.png", "second.png"):
-            plots.save(plots.figure_of(drawn), tmp_path / name)
-        assert (tmp_path / "first.png").read_bytes() == (tmp_path / "second.png").read_bytes()
-
-    def test_without_matplotlib_the_error_names_the_remedy(self, monkeypatch):
-        monkeypatch.setattr(plots, "available", lambda: False)
-        with pytest.raises(FA3Error, match="pip install matplotlib"):
-            plots.figure_of(result(rows=[row()]))
