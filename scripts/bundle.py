@@ -32,6 +32,9 @@ from fa3.compiler.target import RUNTIME_LIBRARY, runtime_library, target_for  # 
 #: Largest bundle that still travels easily, in bytes.
 SIZE_LIMIT = 60_000_000
 
+#: Parts of unpacked wheels that nothing reads at run time.
+NOT_NEEDED = ("/3rdparty/", "/include/", "_testing.so")
+
 ENVIRONMENT = """\
 # Sets up this shell for fa3 from the bundle beside this file: source it.
 fa3_bundle="$(cd "$(dirname "${{BASH_SOURCE[0]:-$0}}")" && pwd)"
@@ -120,7 +123,8 @@ def add_package(requirement: str, python: str, folder: Path, unpack: bool) -> No
         for wheel in Path(scratch).glob("*.whl"):
             if unpack:
                 with zipfile.ZipFile(wheel) as archive:
-                    archive.extractall(folder)
+                    names = [name for name in archive.namelist() if not any(part in name for part in NOT_NEEDED)]
+                    archive.extractall(folder, names)
             else:
                 shutil.copy2(wheel, folder)
     stamp.touch()

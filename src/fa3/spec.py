@@ -100,19 +100,32 @@ class ForwardSpec:
     @property
     def out_has_own_tile(self) -> bool:
         """Whether out tiles have shared memory of their own, so that q of the next tile need not wait for them."""
-        return self._tile_bytes(own_out=True) <= SHARED_MEMORY_PER_BLOCK
+        return self._own_columns() > 0
+
+    @property
+    def out_columns(self) -> int:
+        """Columns of an out tile that go through shared memory at once: all, or half if only that has room."""
+        return self._own_columns() or self.head_dim_v
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of the tiles and barriers."""
-        return self._tile_bytes(self.out_has_own_tile)
+        return self._tile_bytes(self._own_columns())
 
-    def _tile_bytes(self, own_out: bool) -> int:
+    def _own_columns(self) -> int:
+        whole, half = self.head_dim_v, self.head_dim_v // 2
+        for columns in (whole,) if self.pack_gqa else (whole, half):
+            if self._tile_bytes(columns) <= SHARED_MEMORY_PER_BLOCK:
+                return columns
+        return 0
+
+    def _tile_bytes(self, own_columns: int) -> int:
+        """Bytes of all tiles, with so many columns of out in a place of their own; with 0, out takes that of q."""
         kv = self.stages * self.tile_n * (self.head_dim + self.head_dim_v)
-        q, out = self.tile_m * self.head_dim, self.tile_m * self.head_dim_v
-        qv = out if self.qv else 0
+        q = self.tile_m * (self.head_dim if own_columns else max(self.head_dim, self.head_dim_v))
+        qv = self.tile_m * self.head_dim_v if self.qv else 0
         # 1 KB for barriers: the tiles after them begin at a multiple of it.
-        return ELEMENT_BYTES[self.dtype] * (kv + qv + (q + out if own_out else max(q, out))) + 1024
+        return ELEMENT_BYTES[self.dtype] * (kv + q + qv + self.tile_m * own_columns) + 1024
 
     @property
     def name(self) -> str:

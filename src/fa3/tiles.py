@@ -145,9 +145,9 @@ def _from_text(text: str) -> TileChoice:
 CANDIDATES: dict[tuple[int, int], tuple[TileChoice, ...]] = {
     kind: tuple(_from_text(tile) for tile in tiles.split())
     for kind, tiles in {
-        (64, 64): "256x64x4 192x128x3 192x96x4 128x128x3 64x128x4",
-        (96, 96): "192x112x3 192x96x3 192x80x4 256x48x4 128x176x2 128x144x3 128x128x3 64x128x3",
-        (128, 128): "192x80x3 192x64x3 128x128x2 128x176x2 128x112x3 64x128x3",
+        (64, 64): "256x64x4 256x64x8 192x128x3 192x96x4 128x128x3 64x128x4",
+        (96, 96): "192x112x3 192x96x3 192x64x5 192x80x4 256x48x4 128x176x2 128x144x3 128x128x3 64x128x3",
+        (128, 128): "192x80x3 192x64x3 192x64x4 128x128x2 128x176x2 128x112x3 64x128x3",
         (64, 256): "128x96x2 128x64x2 128x80x2 64x96x2",
         (192, 128): "192x80x3 192x80x2 192x64x3 128x128x2 128x112x2 128x96x2 128x80x3 64x128x2",
         (192, 192): "128x112x2 128x96x2 128x80x2 128x64x3 192x48x2 64x96x2",

@@ -122,10 +122,13 @@ class ForwardKernel(Producer, Epilogue):
         # The PV product sees V as its B operand, (head_dim_v, keys).
         v_view = cute.make_tensor(v_view.iterator, cute.select(v_view.layout, mode=[1, 0, 2, 3]))
 
-        q_smem = copies.shared_layout(self.dtype, (WGMMA_ROWS, self.head_dim, self.groups), OperandMajorMode.K)
+        # Without a place of its own, the out tile of a warpgroup takes that of its q tile, and of no other's.
+        pitch = None if self.spec.out_has_own_tile else WGMMA_ROWS * max(self.head_dim, self.head_dim_v)
+        q_smem = copies.shared_layout(self.dtype, (WGMMA_ROWS, self.head_dim, self.groups), OperandMajorMode.K, pitch)
         k_smem = copies.shared_layout(self.dtype, (self.tile_n, self.head_dim, self.stages), OperandMajorMode.K)
         v_smem = copies.shared_layout(self.dtype, (self.head_dim_v, self.tile_n, self.stages), OperandMajorMode.MN)
-        out_smem = copies.shared_layout(self.dtype, (WGMMA_ROWS, self.head_dim_v, self.groups), OperandMajorMode.K)
+        out_shape = (WGMMA_ROWS, self.spec.out_columns, self.groups)
+        out_smem = copies.shared_layout(self.dtype, out_shape, OperandMajorMode.K, pitch)
 
         qv_smem = copies.shared_layout(self.dtype, (WGMMA_ROWS, self.head_dim_v, self.groups), OperandMajorMode.K)
         v_keys_smem = copies.shared_layout(self.dtype, (self.tile_n, self.head_dim_v, self.stages), OperandMajorMode.K)
@@ -257,7 +260,8 @@ class ForwardKernel(Producer, Epilogue):
 
         q_elements, out_elements = cute.cosize(q_smem), cute.cosize(out_smem)
         if const_expr(not spec.out_has_own_tile):
-            q_elements, out_elements = max(q_elements, out_elements), 0
+            q_elements = self.groups * WGMMA_ROWS * max(self.head_dim, self.head_dim_v)
+            out_elements = 0
 
         @cute.struct
         class SharedStorage:
@@ -277,7 +281,6 @@ class ForwardKernel(Producer, Epilogue):
             qv: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(qv_smem) if spec.qv else 0], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(SharedStorage)
-        # Without a tile of its own, the out tile of a warpgroup takes the place of its q tile.
         out_storage = storage.out if const_expr(spec.out_has_own_tile) else storage.q
         shared = Shared(
             storage.q.get_tensor(q_smem.outer, swizzle=q_smem.inner),
@@ -327,7 +330,7 @@ class ForwardKernel(Producer, Epilogue):
         q_tiles = cute.local_tile(q_tensor, (WGMMA_ROWS, self.head_dim), (None, 0, None, None))
         k_tiles = cute.local_tile(k_tensor, (self.tile_n, self.head_dim), (None, 0, None, None))
         v_tiles = cute.local_tile(v_tensor, (self.head_dim_v, self.tile_n), (0, None, None, None))
-        out_tiles = cute.local_tile(out_tensor, (WGMMA_ROWS, self.head_dim_v), (None, 0, None, None))
+        out_tiles = cute.local_tile(out_tensor, (WGMMA_ROWS, spec.out_columns), (None, None, None, None))
         qv_load = None
         if const_expr(spec.qv):
             # Arrives at the barrier of q.

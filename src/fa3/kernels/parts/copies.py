@@ -19,8 +19,13 @@ def global_tensor(
     return cute.make_tensor(pointer, cute.make_layout(shape, stride=(row, 1, head, batch)))
 
 
-def shared_layout(dtype: type[cutlass.Numeric], shape: tuple, major: OperandMajorMode) -> cute.ComposedLayout:
-    """Swizzled layout of tiles in shared memory, (rows, columns, stage); the swizzle spans 128 bytes, or 64."""
+def shared_layout(
+    dtype: type[cutlass.Numeric], shape: tuple, major: OperandMajorMode, pitch: int | None = None
+) -> cute.ComposedLayout:
+    """Swizzled layout of tiles in shared memory, (rows, columns, stage); the swizzle spans 128 bytes, or 64.
+
+    ``pitch`` is the number of elements from one tile to the next, if it is not that of a tile.
+    """
     kinds = warpgroup.SmemLayoutAtomKind
     contiguous = shape[1] if major == OperandMajorMode.K else shape[0]
     wide = contiguous * dtype.width % (8 * 128) == 0
@@ -28,7 +33,12 @@ def shared_layout(dtype: type[cutlass.Numeric], shape: tuple, major: OperandMajo
         kind, order = kinds.K_SW128 if wide else kinds.K_SW64, (0, 1, 2)
     else:
         kind, order = kinds.MN_SW128 if wide else kinds.MN_SW64, (1, 0, 2)
-    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order)
+    layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order)
+    if pitch is None:
+        return layout
+    rows, columns, _ = layout.outer.stride
+    outer = cute.make_layout((*layout.outer.shape[:2], shape[2]), stride=(rows, columns, pitch))
+    return cute.make_composed_layout(layout.inner, 0, outer)
 
 
 def make_tma(op: cpasync.TmaCopyOp, view: cute.Tensor, shared: cute.ComposedLayout) -> tuple:

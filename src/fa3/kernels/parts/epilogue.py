@@ -5,7 +5,7 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import warp
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from fa3.spec import WGMMA_ROWS, ForwardSpec
 
@@ -56,33 +56,39 @@ class Epilogue:
         store_out: Store,
         output: cute.Tensor,
     ):
-        """Send the out tile through shared memory."""
+        """Send the out tile through shared memory, in one part or two."""
+        columns = self.spec.out_columns
+        out_tile = shared.out[None, None, me.group]
         rounded = cute.make_rmem_tensor(output.layout, self.dtype)
         products.round_to(self.dtype, output, rounded)
-        # TMA must have read the out tile before.
-        if me.warp == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        barriers.sync_group(me.group)
-        copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), self.pv_mma())
+        mma = products.make_mma(self.dtype, columns, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+        copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
         copy_slice = copy.get_slice(32 * me.warp + me.lane)
-        cute.copy(copy, copy_slice.retile(rounded), copy_slice.partition_D(shared.out[None, None, me.group]))
-        # Ordinary writes must be visible to TMA before the thread that issues the store goes on.
-        cute.arch.fence_proxy("async.shared", space="cta")
-        barriers.sync_group(me.group)
-        if const_expr(self.spec.pack_gqa):
-            out_tile = shared.out[None, None, me.group]
-            rows.store_packed(self.dtype, self.head_dim_v, store_out.packed, work, me, out_tile)
-            # Read by all before anybody writes the next tile into this memory.
+        part_layout = cute.make_layout(mma.partition_shape_C((WGMMA_ROWS, columns)))
+        for part in cutlass.range_constexpr(self.head_dim_v // columns):
+            # TMA must have read the part before.
+            if me.warp == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
             barriers.sync_group(me.group)
-        elif me.warp == 0:
-            # Rows before row 0 go where TMA writes nothing, behind the last one: a store whose tile lies wholly
-            # before a tensor is an illegal instruction.
-            tile = work.first_row // WGMMA_ROWS + me.group
-            if tile < 0:
-                tile = (work.sizes.rows + WGMMA_ROWS - 1) // WGMMA_ROWS
-            target = store_out.target[None, tile, work.head, work.batch_index]
-            cute.copy(store_out.tma, store_out.source[None, me.group], target)
-            cute.arch.cp_async_bulk_commit_group()
-            if const_expr(not self.spec.out_has_own_tile):
+            values = cute.make_tensor(rounded.iterator + part * cute.size(part_layout), part_layout)
+            cute.copy(copy, copy_slice.retile(values), copy_slice.partition_D(out_tile))
+            # Ordinary writes must be visible to TMA before the thread that issues the store goes on.
+            cute.arch.fence_proxy("async.shared", space="cta")
+            barriers.sync_group(me.group)
+            if const_expr(self.spec.pack_gqa):
+                rows.store_packed(self.dtype, self.head_dim_v, store_out.packed, work, me, out_tile)
+                # Read by all before anybody writes the next tile into this memory.
+                barriers.sync_group(me.group)
+            elif me.warp == 0:
+                # Rows before row 0 go where TMA writes nothing, behind the last one: a store whose tile lies wholly
+                # before a tensor is an illegal instruction.
+                tile = work.first_row // WGMMA_ROWS + me.group
+                if tile < 0:
+                    tile = (work.sizes.rows + WGMMA_ROWS - 1) // WGMMA_ROWS
+                target = store_out.target[None, tile, part, work.head, work.batch_index]
+                cute.copy(store_out.tma, store_out.source[None, me.group], target)
+                cute.arch.cp_async_bulk_commit_group()
+        if const_expr(not self.spec.out_has_own_tile and not self.spec.pack_gqa):
+            if me.warp == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 barriers.release(load_q.empty + me.group, work.done, 1)
