@@ -33,7 +33,7 @@ from fa3.compiler.target import RUNTIME_LIBRARY, runtime_library, target_for  # 
 SIZE_LIMIT = 60_000_000
 
 #: Parts of unpacked wheels that nothing reads at run time.
-NOT_NEEDED = ("/3rdparty/", "/include/", "_testing.so")
+NOT_NEEDED = ("/3rdparty/", "/include/")
 
 ENVIRONMENT = """\
 # Sets up this shell for fa3 from the bundle beside this file: source it.
