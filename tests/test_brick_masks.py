@@ -111,6 +111,16 @@ def test_key_tiles_are_those_with_a_key_that_is_seen_and_whole_ones_those_that_e
     assert (results[..., 1] >= results[..., 0]).all(), "the number of tiles is their difference"
 
 
+def test_a_range_that_begins_behind_the_last_query_has_no_fewer_tiles_than_none():
+    # A warpgroup's rows may: it is told so by the rows, but the number of its tiles must be one.
+    cases = [(one[0] + beyond, one[0] - 1, *for_kernel(one)) for one in ALL_BOUNDS if one[0] for beyond in (1, 20, 200)]
+    results = ints(len(cases), len(KINDS), 4)
+    call(wrappers.tiles_of_queries, torch.tensor(cases, dtype=torch.int32), results, len(cases), constants=(16,))
+    begin, end = results[..., 0], results[..., 1]
+    assert (end >= begin).all()
+    assert begin.min() >= 0
+
+
 def test_queries_before_the_first_need_no_key_tiles_under_a_causal_mask():
     # The first tile of a causal mask begins before query 0 if the queries do not fill it.
     bounds = [one for one in ALL_BOUNDS if one[0] and one[2:] == (OPEN, OPEN, 0)]

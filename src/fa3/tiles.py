@@ -38,8 +38,8 @@ _D64_THREE = TileChoice(192, 128, 3, "three warpgroups: the fewest cycles on lon
 _D96 = TileChoice(192, 112, 3, "three warpgroups; 128 keys spill")
 _D128 = TileChoice(192, 80, 3, "three warpgroups: fewer cycles than two of 128 or 176 keys; wider tiles spill")
 _D64_V256 = TileChoice(128, 96, 2, "two warpgroups: their output alone takes 128 registers")
-_D192_V128 = TileChoice(192, 80, 2, "three warpgroups; two of 128 keys are within 2%")
-_D192 = TileChoice(128, 80, 2, "two warpgroups; 64, 96 and 112 keys are within 3%")
+_D192_V128 = TileChoice(192, 64, 3, "three warpgroups; 80 keys, and two of 128, are within 3%")
+_D192 = TileChoice(128, 96, 2, "two warpgroups; 80 keys are within 2%, 64 and 112 further away")
 _D256 = TileChoice(128, 64, 2, "two stages fit; 80 keys, the most that fit, gain nothing")
 
 #: (head_dim, head_dim_v) of the tile class -> mask -> rows.
@@ -56,7 +56,10 @@ TILES: dict[tuple[int, int], dict[str, Rows]] = {
     },
     (128, 128): {
         "full": ((_REST, _D128),),
-        "causal": ((_REST, _D128),),
+        "causal": (
+            (1024, TileChoice(192, 64, 4, "fewer keys waste less on the diagonal of short rows")),
+            (_REST, _D128),
+        ),
         "window": ((_REST, TileChoice(192, 64, 4, _EDGES)),),
     },
     (64, 256): {
@@ -67,7 +70,7 @@ TILES: dict[tuple[int, int], dict[str, Rows]] = {
     (192, 128): {
         "full": ((_REST, _D192_V128),),
         "causal": ((_REST, _D192_V128),),
-        "window": ((_REST, TileChoice(192, 64, 3, _EDGES)),),
+        "window": ((_REST, _D192_V128),),
     },
     (192, 192): {
         "full": ((_REST, _D192),),
@@ -94,9 +97,9 @@ SMALL: dict[tuple[int, int], tuple[TileChoice, ...]] = {
     (96, 96): (TileChoice(128, 128, 3, _FEW, 0.74),),
     (128, 128): (TileChoice(128, 128, 2, _FEW, 0.73), TileChoice(64, 128, 3, _FEW, 0.54)),
     (64, 256): (),
-    (192, 128): (TileChoice(128, 128, 2, _FEW, 0.66), TileChoice(64, 128, 2, _FEW, 0.5)),
+    (192, 128): (TileChoice(128, 128, 2, _FEW, 0.67), TileChoice(64, 128, 2, _FEW, 0.51)),
     (192, 192): (),
-    (256, 256): (TileChoice(64, 64, 2, _FEW, 0.66),),
+    (256, 256): (TileChoice(64, 64, 2, _FEW, 0.7),),
 }
 
 #: Tile class -> tiles in which the query heads of a group are packed.
@@ -107,9 +110,9 @@ PACKED: dict[tuple[int, int], tuple[TileChoice, ...]] = {
         (96, 96): (128, 3, 0.55),
         (128, 128): (128, 3, 0.54),
         (64, 256): (64, 2, 0.64),
-        (192, 128): (128, 2, 0.5),
+        (192, 128): (128, 2, 0.51),
         (192, 192): (64, 2, 0.69),
-        (256, 256): (64, 2, 0.66),
+        (256, 256): (64, 2, 0.7),
     }.items()
 }
 

@@ -551,10 +551,11 @@ class ForwardKernel(Producer, Epilogue):
         if const_expr(self.spec.qv):
             v_keys = self.tile_at(operands.v_keys, position)
             products.issue(self.qk_mma(), operands.scores, operands.qv, v_keys, accumulate=True)
-        if const_expr(not first):
-            products.issue(self.pv_mma(), operands.output, operands.p, v_tile, accumulate=True)
+        # The next group's scores may line up behind this one's: its PV product then fills the gap between the two.
         if const_expr(self.spec.pingpong):
             barriers.give_turn(me.group, self.groups)
+        if const_expr(not first):
+            products.issue(self.pv_mma(), operands.output, operands.p, v_tile, accumulate=True)
 
         # With overlap only the scores are waited for: PV runs on under the softmax.
         warpgroup.wait_group(1 if const_expr(self.spec.overlap and not first) else 0)
