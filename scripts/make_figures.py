@@ -28,6 +28,8 @@ PICTURES = {
     "ablation": ("ablation.png", "The switches of the schedule, off and on"),
     "host": ("host.png", "Host time of one call"),
 }
+#: Kinds of result files that the README shows.
+KINDS = (*PICTURES, "odd")
 #: Columns of the README's table, in this order.
 IMPLS = ("fa3", "official", "fa4", "cudnn", "fa2")
 TABLE_SEQLENS = (1024, 4096, 16384)
@@ -39,7 +41,10 @@ def latest(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text())
         kind = result.get("kind")
-        if kind not in PICTURES or not result["rows"] or result["gpu"] is None:
+        if kind not in KINDS or not result["rows"] or result["gpu"] is None:
+            continue
+        # The speed that is shown is that of bf16.
+        if kind == "speed" and any(row["dtype"] != "bf16" for row in result["rows"]):
             continue
         if kind not in found or result["date"] > found[kind][1]["date"]:
             found[kind] = (path, result)
@@ -91,6 +96,29 @@ def host_table(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def odd_table(result: dict[str, Any]) -> list[str]:
+    """Markdown table of short and odd shapes: microseconds of a call in a row of calls, host included."""
+    rows = result["rows"]
+    impls = [impl for impl in IMPLS if any(row["impl"] == impl for row in rows)]
+    lines = [
+        "| batch, sequence, heads/K/V heads, head dim | mask | " + " | ".join(impls) + " |",
+        "| --- | --- |" + " --- |" * len(impls),
+    ]
+    fields = ("b", "s", "h", "hk", "d", "dv", "causal", "window")
+    for shape in dict.fromkeys(tuple(row[field] for field in fields) for row in rows):
+        b, s, h, hk, d, dv, causal, window = shape
+        times = {row["impl"]: row["call_us"] for row in rows if tuple(row[field] for field in fields) == shape}
+        best = min(times.values())
+        texts = [
+            "" if impl not in times else f"**{times[impl]:.0f}**" if times[impl] == best else f"{times[impl]:.0f}"
+            for impl in impls
+        ]
+        dims = f"{d}" if d == dv else f"{d}/{dv}"
+        mask = f"window {window}" if window else "causal" if causal else "full"
+        lines.append(f"| {b}, {s}, {h}/{hk}, {dims} | {mask} | " + " | ".join(texts) + " |")
+    return lines
+
+
 def block(results: dict[str, tuple[Path, dict[str, Any]]]) -> str:
     """What stands between the markers of the README."""
     lines = [BEGIN, ""]
@@ -101,6 +129,10 @@ def block(results: dict[str, tuple[Path, dict[str, Any]]]) -> str:
         lines += [f"![{PICTURES['speed'][1]}](docs/images/speed.png)", ""]
         lines += ["Forward, TFLOPS in short bursts, 16k tokens in all, bold is the fastest of the line:", ""]
         lines += [*speed_table(result), "", origin(path, result), ""]
+    if "odd" in results:
+        path, result = results["odd"]
+        lines += ["Short and odd shapes, microseconds of a call in a row of calls, the host's time included:", ""]
+        lines += [*odd_table(result), "", origin(path, result), ""]
     if "ablation" in results:
         path, result = results["ablation"]
         lines += [f"![{PICTURES['ablation'][1]}](docs/images/ablation.png)", "", origin(path, result), ""]
@@ -128,7 +160,9 @@ def main() -> int:
     readme = README.read_text()
     wanted = updated(readme, block(results))
     if args.check:
-        missing = [PICTURES[kind][0] for kind in results if not (IMAGES / PICTURES[kind][0]).exists()]
+        missing = [
+            PICTURES[kind][0] for kind in results if kind in PICTURES and not (IMAGES / PICTURES[kind][0]).exists()
+        ]
         if readme != wanted or missing:
             print(f"README.md or {missing} not up to date: run `make figures`", file=sys.stderr)
             return 1
@@ -136,6 +170,8 @@ def main() -> int:
     from fa3.cli import plots
 
     for kind, (path, result) in results.items():
+        if kind not in PICTURES:
+            continue
         plots.save(plots.figure_of(result), IMAGES / PICTURES[kind][0])
         print(f"docs/images/{PICTURES[kind][0]} from {path.name}")
     README.write_text(wanted)

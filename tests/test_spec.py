@@ -216,23 +216,46 @@ def test_every_shipped_spec_fits_in_the_shared_memory_of_a_block(preset):
 
 
 @pytest.mark.parametrize(
-    ("spec", "own"),
+    ("spec", "out_columns"),
     [
-        (spec_of_tiles(128, 192, 80, 3), True),
-        (spec_of_tiles(256, 128, 64, 2), False),
-        # The largest tiles of head dim 64 that leave room, and the next larger ones.
-        (spec_of_tiles(64, 192, 176, 4), True),
-        (spec_of_tiles(64, 192, 144, 5), False),
+        (spec_of_tiles(128, 192, 80, 3), 128),
+        # Half of out has room beside q, and is sent in two parts.
+        (spec_of_tiles(256, 128, 64, 2), 128),
+        # The largest tiles of head dim 64 that leave room for all, and the next larger ones.
+        (spec_of_tiles(64, 192, 176, 4), 64),
+        (spec_of_tiles(64, 192, 144, 5), 32),
     ],
 )
-def test_out_has_a_tile_of_its_own_where_there_is_room_and_that_of_q_elsewhere(spec, own):
+def test_out_has_a_place_of_its_own_for_as_many_columns_as_there_is_room_for(spec, out_columns):
     spec.validate()
-    kv_bytes = 2 * spec.stages * spec.tile_n * (spec.head_dim + spec.head_dim_v)
-    q_bytes = 2 * spec.tile_m * spec.head_dim
-    out_bytes = 2 * spec.tile_m * spec.head_dim_v
-    assert spec.out_has_own_tile == own
-    assert (1024 + kv_bytes + q_bytes + out_bytes <= SHARED_MEMORY_PER_BLOCK) == own
-    assert spec.shared_bytes == 1024 + kv_bytes + q_bytes + (out_bytes if own else 0)
+    assert spec.out_has_own_tile
+    assert spec.out_columns == out_columns
+    tiles = spec.stages * spec.tile_n * (spec.head_dim + spec.head_dim_v) + spec.tile_m * spec.head_dim
+    assert spec.shared_bytes == 1024 + 2 * (tiles + spec.tile_m * out_columns)
+    more = 1024 + 2 * (tiles + spec.tile_m * 2 * out_columns)
+    assert out_columns == spec.head_dim_v or more > SHARED_MEMORY_PER_BLOCK
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(128, 128), (192, 128), (64, 256)])
+def test_where_there_is_no_room_out_takes_the_place_of_q_and_the_wider_of_both_counts(head_dim, head_dim_v):
+    spec = replace(SPEC, head_dim=head_dim, head_dim_v=head_dim_v, tile_n=16, stages=1)
+    while spec.out_has_own_tile:
+        spec = replace(spec, tile_n=spec.tile_n + 16)
+    assert spec.out_columns == head_dim_v
+    tiles = spec.tile_n * (head_dim + head_dim_v) + spec.tile_m * max(head_dim, head_dim_v)
+    assert spec.shared_bytes == 1024 + 2 * tiles
+
+
+def test_packed_rows_of_out_are_never_sent_in_parts():
+    seen = set()
+    for head_dim, head_dim_v in TILE_CLASSES:
+        for tile_n in range(16, 257, 16):
+            spec = replace(SPEC, head_dim=head_dim, head_dim_v=head_dim_v, tile_n=tile_n)
+            packed = replace(spec, pack_gqa=True)
+            if packed.shared_bytes <= SHARED_MEMORY_PER_BLOCK:
+                assert packed.out_columns == head_dim_v
+                seen.add((packed.out_has_own_tile, spec.out_columns == head_dim_v))
+    assert (False, False) in seen, "where another is sent in parts, too"
 
 
 @pytest.mark.parametrize("kind", TILE_CLASSES, ids=str)
