@@ -86,10 +86,10 @@ def test_costs_are_relative_to_the_tiles_of_long_sequences_which_do_most_in_thei
 
 
 @pytest.mark.parametrize("kind", TILE_CLASSES, ids=str)
-def test_the_sweep_tries_whatever_the_tables_choose_for_full_and_causal_calls(kind):
+def test_the_sweep_tries_whatever_the_tables_choose_for_plain_calls(kind):
     tried = {size(choice) for choice in CANDIDATES[kind]}
     assert len(tried) == len(CANDIDATES[kind])
-    chosen = {size(choice) for mask in ("full", "causal") for _, choice in TILES[kind][mask]}
+    chosen = {size(choice) for rows in TILES[kind].values() for _, choice in rows}
     assert chosen | {size(choice) for choice in SMALL[kind]} <= tried
 
 
@@ -138,14 +138,21 @@ def test_the_forward_preset_has_packed_heads_at_the_usual_head_dims():
 
 def test_the_features_preset_has_every_option_that_changes_a_kernel():
     specs = shipped_specs("features")
-    for head_dim in (64, 128, 256):
-        assert any(spec.softcap and spec.head_dim == head_dim for spec in specs)
-        assert any(spec.mask == "blocks" and spec.head_dim == head_dim for spec in specs)
     assert {spec.mask for spec in specs if spec.softcap and spec.head_dim == 128} >= set(MASKS)
+    assert {spec.head_dim for spec in specs if spec.mask == "blocks"} == {64, 128, 256}
     assert any(spec.qv and spec.mask == "causal" for spec in specs)
+    assert any(spec.qv and spec.head_dim_v == 256 for spec in specs)
     assert any(spec.score_mod and not spec.mask_mod for spec in specs)
     assert any(spec.mask_mod and not spec.score_mod for spec in specs)
     assert any(spec.softcap and spec.score_mod and spec.mask_mod and spec.mask == "window" for spec in specs)
+
+
+def test_the_preset_for_tests_has_the_options_at_every_usual_head_dim_under_every_mask():
+    specs = shipped_specs("tests")
+    assert set(shipped_specs("all")) <= set(specs)
+    capped = {(spec.head_dim, spec.mask) for spec in specs if spec.softcap and not spec.score_mod}
+    assert capped == set(itertools.product((64, 128, 256), MASKS))
+    assert {spec.mask for spec in specs if spec.qv} == {"full", "causal"}
 
 
 def test_the_schedule_preset_has_the_papers_ablation_every_combination_of_switches_in_fp16_at_128():
