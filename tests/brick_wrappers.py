@@ -82,6 +82,24 @@ def orders_of_v(out_address: Int64, keys: cutlass.Constexpr, columns: cutlass.Co
                 out[key, column, stage, 1] = by_key((key, column, stage))
 
 
+@cute.jit
+def places_in_tiles(
+    out_address: Int64,
+    rows_of_tile: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+    count: cutlass.Constexpr,
+    pitch: cutlass.Constexpr,
+):
+    """out (tile, row, column): where an element of tiles that are ``pitch`` apart lies; None: one after the other."""
+    out = table(out_address, Int32, (count, rows_of_tile, columns))
+    shape = rows_of_tile, columns, count
+    place = copies.shared_layout(cutlass.BFloat16, shape, OperandMajorMode.K, pitch)
+    for tile in cutlass.range(count, unroll=1):
+        for row in cutlass.range(rows_of_tile, unroll=1):
+            for column in cutlass.range(columns, unroll=1):
+                out[tile, row, column] = place((row, column, tile))
+
+
 # Masks ------------------------------------------------------------------------------------------------------------
 
 

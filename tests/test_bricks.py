@@ -70,6 +70,20 @@ def test_a_stage_of_v_is_both_operands_of_the_products_that_qv_needs(columns):
     assert sorted(by_key.flatten().tolist()) == list(range(keys * columns * stages))
 
 
+@pytest.mark.parametrize(("columns", "widest"), [(64, 256), (96, 96), (128, 192), (128, 128), (192, 192), (32, 64)])
+def test_tiles_that_share_places_of_the_widest_are_that_far_apart_and_each_as_it_would_be_alone(columns, widest):
+    rows, tiles = 64, 3
+    pitch = rows * widest
+    apart, together, alone = ints(tiles, rows, columns), ints(tiles, rows, columns), ints(1, rows, columns)
+    call(wrappers.places_in_tiles, apart, constants=(rows, columns, tiles, pitch))
+    call(wrappers.places_in_tiles, together, constants=(rows, columns, tiles, None))
+    call(wrappers.places_in_tiles, alone, constants=(rows, columns, 1, None))
+    assert sorted(alone.flatten().tolist()) == list(range(rows * columns))
+    number = torch.arange(tiles)[:, None, None]
+    assert torch.equal(apart, alone + pitch * number)
+    assert torch.equal(together, alone + rows * columns * number)
+
+
 # tiles --------------------------------------------------------------------------------------------
 
 
