@@ -50,6 +50,9 @@ RESCALE_THRESHOLD = 8.0
 #: packed heads may fill the card better.
 SMALL_GRID = 4
 
+#: Part of the keys that the queries of a causal call see, from which on its tiles count as equally long.
+EVEN_SHARE = 0.9
+
 #: Part of the time of the products that reading K and V from device memory may take, when the query tiles of
 #: a head come in several phases and each phase reads them again.
 READ_SHARE = 0.4
@@ -224,9 +227,10 @@ def tile_count(problem: Problem, spec: ForwardSpec) -> int:
 def _time(problem: Problem, device: DeviceFacts, choice: TileChoice, spec: ForwardSpec) -> float:
     """Time of a small grid, in no unit: rounds of tiles, each as long as its tiles."""
     rounds = tile_count(problem, spec) / available(problem, device)
-    if spec.causal and problem.seqlen_q > spec.tile_m:
-        # The longest come first and the short ones fill the gaps: half of all, but never less than the longest.
-        return max(1.0, rounds / 2 + 0.25) * choice.cost
+    seen = visible_pairs(problem) / max(1, problem.seqlen_q * problem.seqlen_k)
+    if spec.causal and problem.seqlen_q > spec.tile_m and seen < EVEN_SHARE:
+        # The longest come first and the short ones fill the gaps: the average of all, but never less than the longest.
+        return max(1.0, rounds * seen + (1.0 - seen) / 2) * choice.cost
     return math.ceil(rounds) * choice.cost
 
 

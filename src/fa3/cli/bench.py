@@ -275,6 +275,8 @@ def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    if args.ablation and args.dtype not in (None, "fp16"):
+        raise ValueError(f"--ablation --dtype {args.dtype}: the ablation is the paper's, in fp16")
     dtype = "fp16" if args.ablation else args.dtype or ("bf16" if on_gpu else "fp32")
     for option in ("ablation", "sweep", "odd"):
         if getattr(args, option) and not on_gpu:
