@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from fa3.cli.main import COMMANDS, main
 from fa3.compiler.build import Artifact
 from fa3.compiler.store import Store, default_store
 from fa3.errors import FA3Error
+from fa3.options import Options
 from fa3.plan import H200, plan, shipped_specs
+from fa3.problem import check_forward
 
 
 class TestMain:
@@ -118,6 +121,7 @@ class TestExplain:
         assert said["plan"]["spec"] == planned.spec.as_dict()
         assert said["plan"]["reasons"] == list(planned.reasons)
         assert said["plan"]["grid_blocks"] == planned.order.blocks
+        assert said["plan"]["order"] == asdict(planned.order)
         assert (said["flops"], said["bytes"]) == (planned.flops, planned.bytes_moved)
 
     def test_it_shows_the_facts_of_the_artifact_in_the_store(self, capsys, tmp_path):
@@ -182,6 +186,130 @@ class TestExplain:
         assert (said["plan"]["spec"]["mask"], said["plan"]["spec"]["pack_gqa"]) == (mask, heads_packed)
         assert any("share tiles" in reason for reason in said["plan"]["reasons"]) == heads_packed
 
+    @pytest.mark.parametrize(
+        ("arguments", "mask"),
+        [
+            ([], "full: every query sees all 512 keys"),
+            (["--window", "511,-1"], "full: every query sees all 512 keys, what was asked hides none"),
+            (["--causal"], "causal: query i, at position p = i, sees keys up to p"),
+            (["--window", "-1,0"], "causal: query i, at position p = i, sees keys up to p"),
+            (["--window=-1,0"], "causal: query i, at position p = i, sees keys up to p"),
+            (["--window", "9,0"], "window: query i, at position p = i, sees keys from p - 9 to p"),
+            (["--window", "9,7", "--causal"], "window: query i, at position p = i, sees keys from p - 9 to p"),
+            (["--window", "0,7"], "window: query i, at position p = i, sees keys from p to p + 7"),
+            (["--window", "-1,7"], "window: query i, at position p = i, sees keys up to p + 7"),
+            (["--window", "9,-1"], "window: query i, at position p = i, sees keys from p - 9 on"),
+            (
+                ["--attention-chunk", "64", "--seqlen-k", "1000"],
+                "window: query i, at position p = i + 488, sees keys of its chunk, 64 keys from 64 * floor(p / 64) on",
+            ),
+            (
+                ["--attention-chunk", "64", "--causal", "--seqlen-k", "500"],
+                "window: query i, at position p = i - 12, sees keys up to p of its chunk, "
+                "64 keys from 64 * floor(p / 64) on",
+            ),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    )
+    def test_it_says_in_words_which_keys_a_query_sees(self, capsys, arguments, mask):
+        assert main(["explain", "--shape", "1,512,2,64", *arguments]) == 0
+        assert f"\n  mask {mask}\n" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("seqlen_k", [37, 20, 50])
+    @pytest.mark.parametrize(
+        ("arguments", "left", "right", "chunk"),
+        [
+            ([], None, None, None),
+            (["--causal"], None, 0, None),
+            (["--window", "5,3"], 5, 3, None),
+            (["--window", "-1,4", "--attention-chunk", "16"], None, 4, 16),
+        ],
+        ids=["full", "causal", "window", "chunk"],
+    )
+    def test_work_is_that_of_the_pairs_that_are_seen(self, capsys, arguments, left, right, chunk, seqlen_k):
+        shape = ["--shape", "3,37,4,64", "--head-dim-v", "128", "--seqlen-k", str(seqlen_k)]
+        said = self.said(capsys, *shape, *arguments)
+        positions = range(seqlen_k - 37, seqlen_k)
+        seen = [
+            sum(
+                (left is None or p - left <= key)
+                and (right is None or key <= p + right)
+                and (chunk is None or key // chunk == p // chunk)
+                for key in range(seqlen_k)
+            )
+            for p in positions
+        ]
+        assert said["visible_pairs"] == sum(seen)
+        assert said["flops"] == 2 * 3 * 4 * sum(seen) * (64 + 128)
+        limits = said["roofline"]
+        assert limits["exp_us"] == pytest.approx(3 * 4 * sum(seen) / (16 * limits["sm_count"] * limits["clock_mhz"]))
+        assert said["first_row_with_keys"] == next(row for row, keys in enumerate(seen) if keys)
+
+    def test_queries_without_keys_are_named_with_their_lse(self, capsys):
+        arguments = ["explain", "--shape", "1,64,2,64", "--seqlen-k", "40", "--causal"]
+        assert main(arguments) == 0
+        assert "the first 24 queries see no key: out 0, LSE -inf" in capsys.readouterr().out
+        assert main([*arguments, "--sink"]) == 0
+        assert "the first 24 queries see no key: out 0, LSE their head's sink" in capsys.readouterr().out
+
+    def test_without_any_key_no_kernel_runs(self, capsys):
+        said = self.said(capsys, "--shape", "1,8,4,64", "--seqlen-k", "0")
+        assert said["plan"] is None
+        assert said["no_plan"] == "there is no key, so out is 0 without a kernel"
+
+    def test_its_problem_is_that_of_a_call_with_the_same_options(self):
+        asked = ["--kv-heads", "2", "--head-dim-v", "64", "--window", "9,0", "--attention-chunk", "16", "--lse"]
+        asked += ["--softcap", "30", "--sink", "--qv", "--pack-gqa", "--sm-margin", "5", "--dtype", "fp16"]
+        q, k = torch.empty(2, 24, 4, 32, dtype=torch.float16), torch.empty(2, 24, 2, 32, dtype=torch.float16)
+        v, qv = torch.empty(2, 24, 2, 64, dtype=torch.float16), torch.empty(2, 24, 4, 64, dtype=torch.float16)
+        options = Options(9, -1, 16, 30.0, torch.empty(4), qv, pack_gqa=True, sm_margin=5)
+        expected = check_forward(q, k, v, causal=True, return_lse=True, options=options)
+        assert explain.problem_of(explain_arguments("--shape", "2,24,4,32", *asked)) == expected
+        assert explain.problem_of(explain_arguments("--shape", "2,24,4,32")).pack_gqa is None
+        assert explain.problem_of(explain_arguments("--shape", "2,24,4,32", "--no-pack-gqa")).pack_gqa is False
+
+    def test_options_that_were_asked_for_are_lines_of_the_call_and_fields_of_the_spec(self, capsys):
+        arguments = ["explain", "--shape", "2,512,8,64", "--sink", "--softcap", "15", "--qv"]
+        assert main(arguments) == 0
+        out = capsys.readouterr().out
+        for line in ("qv   (2, 512, 8, 64)", "sink (8,)", "softmax_scale 0.0883883; softcap 15"):
+            assert f"\n  {line}\n" in out
+        said = self.said(capsys, *arguments[1:])
+        assert (said["plan"]["spec"]["softcap"], said["plan"]["spec"]["qv"]) == (True, True)
+        assert said["flops"] == 2 * 2 * 8 * 512**2 * (64 + 2 * 64)
+        plain = self.said(capsys, "--shape", "2,512,8,64")
+        assert said["roofline"]["exp_us"] == pytest.approx(2 * plain["roofline"]["exp_us"])
+
+    @pytest.mark.parametrize(
+        ("arguments", "packing", "packed"),
+        [
+            (["--kv-heads", "8"], "no: each query head has a K/V head of its own", False),
+            (["--kv-heads", "2"], "yes, the plan's choice: the 4 query heads of a K/V head share tiles", True),
+            (["--kv-heads", "2", "--no-pack-gqa"], "no, as asked", False),
+            (["--kv-heads", "2", "--pack-gqa"], "yes, as asked: the 4 query heads", True),
+            (["--kv-heads", "2", "--pack-gqa", "--qv"], "no, though asked for: kernels with qv pack no heads", False),
+        ],
+        ids=["no group", "plan", "refused", "asked", "asked beside qv"],
+    )
+    def test_it_says_whether_query_heads_share_tiles_and_who_chose(self, capsys, arguments, packing, packed):
+        said = self.said(capsys, "--shape", "64,1,8,128", "--seqlen-k", "512", *arguments)
+        assert said["plan"]["packing"].startswith(packing)
+        assert said["plan"]["spec"]["pack_gqa"] == packed
+
+    def test_multiprocessors_left_free_are_not_planned_for(self, capsys):
+        said = self.said(capsys, "--shape", "2,4096,16,128", "--sm-margin", "100")
+        assert said["plan"]["grid_blocks"] == said["roofline"]["sm_count"] - 100
+        assert any(f"on {said['plan']['grid_blocks']} multiprocessors" in reason for reason in said["plan"]["reasons"])
+
+    def test_wide_values_are_computed_in_parts_one_launch_each(self, capsys):
+        arguments = ["--shape", "1,512,4,40", "--head-dim-v"]
+        assert self.said(capsys, *arguments, "320")["plan"]["column_parts"] == [256, 64]
+        assert self.said(capsys, *arguments, "256")["plan"]["column_parts"] == [256]
+        assert main(["explain", *arguments, "320"]) == 0
+        out = capsys.readouterr().out
+        assert "tile class (64, 256) for head dims 40 and 320; columns of v in 2 parts, 256 and 64" in out
+        assert "2 launches of" in out
+
     def test_odd_head_dims_are_planned_for_the_tile_class_that_holds_them(self, capsys):
         said = self.said(capsys, "--shape", "1,4096,4,40", "--head-dim-v", "320")
         assert (said["plan"]["spec"]["head_dim"], said["plan"]["spec"]["head_dim_v"]) == (64, 256)
@@ -192,6 +320,15 @@ class TestExplain:
             (["--shape", "1,128,4,64", "--kv-heads", "3"], "heads"),
             (["--shape", "1,128,4,63"], "head_dim"),
             (["--shape", "1,128,4,64", "--softmax-scale", "-1"], "softmax_scale"),
+            (["--shape", "1,128,4,64", "--head-dim-v", "-8", "--qv"], "head_dim_v"),
+            (["--shape", "1,128,4,64", "--seqlen-k", "-1"], "seqlen_k"),
+            (["--shape", "1,128,4,64", "--window", "-2,0"], "--window '-2,0': expected LEFT,RIGHT"),
+            (["--shape", "1,128,4,64", "--window", "-1,0,1"], "--window '-1,0,1': expected LEFT,RIGHT"),
+            (["--shape", "1,128,4,64", "--window", "5"], "--window '5': expected LEFT,RIGHT"),
+            (["--shape", "1,128,4,64", "--window", "²,0"], "--window '²,0': expected LEFT,RIGHT"),
+            (["--shape", "1,128,4,64", "--attention-chunk", "-1"], "attention_chunk=-1"),
+            (["--shape", "1,128,4,64", "--softcap", "nan"], "softcap=nan"),
+            (["--shape", "1,128,4,64", "--sm-margin", "-1"], "sm_margin=-1"),
             (["--shape", "1,128,-4,64"], "--shape"),
             (["--shape", "1,128,²,64"], "--shape"),
             (["--shape", "1,128,4,64,"], "--shape"),

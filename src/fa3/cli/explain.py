@@ -1,13 +1,15 @@
 """The way of one call from flash_attn_func to the launch, with the reason of each choice.
 
-Shows the backend, the spec and why it was planned so, the artifact's facts if it is in the store, the FLOPs and
-bytes, and the least time that each unit of the chip needs. Without a Hopper GPU the plan is that of an H200.
+Shows what each query sees, the backend, the spec and why it was planned so, the artifact's facts if it is in the
+store, the FLOPs and bytes, and the least time that each unit of the chip needs. Without a Hopper GPU the plan is that
+of an H200.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +18,6 @@ from fa3.cli.roofline import roofline
 from fa3.errors import FA3Error
 
 if TYPE_CHECKING:
-    import torch
-
     from fa3.plan import DeviceFacts, Plan
     from fa3.problem import Problem
 
@@ -31,53 +31,103 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seqlen-k", type=int, help="key length (default: S)")
     parser.add_argument("--head-dim-v", type=int, help="head dim of v (default: D)")
     parser.add_argument("--causal", action="store_true", help="causal mask, aligned bottom-right")
+    parser.add_argument("--window", metavar="LEFT,RIGHT", help="keys to either side of a query's position; -1 is open")
+    parser.add_argument("--attention-chunk", type=int, default=0, metavar="C", help="keys of a chunk (default: none)")
+    parser.add_argument("--softcap", type=float, default=0.0, metavar="CAP", help="cap on scores (default: none)")
+    parser.add_argument("--sink", action="store_true", help="one more logit a head, without a value")
+    parser.add_argument("--qv", action="store_true", help="scores are q · k + qv · v")
+    parser.add_argument(
+        "--pack-gqa",
+        action=argparse.BooleanOptionalAction,
+        help="query heads that share a K/V head share tiles (default: the plan chooses)",
+    )
+    parser.add_argument("--sm-margin", type=int, default=0, metavar="N", help="multiprocessors to leave free")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="element type (default: bf16)")
-    parser.add_argument("--softmax-scale", type=float, help="default: D^-0.5")
+    parser.add_argument("--softmax-scale", type=float, help="default: D^-0.5, with --qv the columns of v count too")
     parser.add_argument("--lse", action="store_true", help="the call returns the LSE too")
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
+def parse_window(text: str) -> tuple[int, int]:
+    """``LEFT,RIGHT`` as two integers from -1 on, of at most 18 digits."""
+    found = re.fullmatch(r"(-1|[0-9]{1,18}),(-1|[0-9]{1,18})", text)
+    if found is None:
+        raise ValueError(f"--window {text!r}: expected LEFT,RIGHT: keys to either side, or -1 for an open one")
+    return int(found[1]), int(found[2])
+
+
 def problem_of(args: argparse.Namespace) -> Problem:
     """The problem that the options describe. Raises ``ValueError`` as flash_attn_func would."""
-    from fa3.problem import Problem
+    from fa3.problem import Problem, default_softmax_scale
 
     batch, seqlen, heads, head_dim = parse_shape(args.shape)
-
-    def given(value: int | None, default: int) -> int:
-        return default if value is None else value
-
+    head_dim_v = head_dim if args.head_dim_v is None else args.head_dim_v
+    score_columns = head_dim + (max(head_dim_v, 0) if args.qv else 0)
+    left, right = (-1, -1) if args.window is None else parse_window(args.window)
+    # As flash_attn_func has it: with 0 on the right a window is causal, and then says nothing of the right.
+    causal = args.causal or right == 0
     return Problem(
         batch=batch,
         seqlen_q=seqlen,
-        seqlen_k=given(args.seqlen_k, seqlen),
+        seqlen_k=seqlen if args.seqlen_k is None else args.seqlen_k,
         heads_q=heads,
-        heads_kv=given(args.kv_heads, heads),
+        heads_kv=heads if args.kv_heads is None else args.kv_heads,
         head_dim=head_dim,
-        head_dim_v=given(args.head_dim_v, head_dim),
+        head_dim_v=head_dim_v,
         dtype=args.dtype,
-        softmax_scale=head_dim**-0.5 if args.softmax_scale is None else args.softmax_scale,
-        causal=args.causal,
+        softmax_scale=default_softmax_scale(score_columns) if args.softmax_scale is None else args.softmax_scale,
+        causal=causal,
         return_lse=args.lse,
+        window_left=left,
+        window_right=-1 if causal else right,
+        attention_chunk=args.attention_chunk,
+        softcap=args.softcap,
+        sink=args.sink,
+        qv=args.qv,
+        pack_gqa=args.pack_gqa,
+        sm_margin=args.sm_margin,
     )
 
 
-def _hopper_device() -> torch.device | None:
+def mask_words(problem: Problem) -> str:
+    """Which keys a query sees, by the bounds that are in force."""
+    left, right, chunk = problem.bounds
+    if problem.mask == "full":
+        asked = problem.causal or problem.attention_chunk or (problem.window_left, problem.window_right) != (-1, -1)
+        return f"full: every query sees all {problem.seqlen_k} keys" + (", what was asked hides none" if asked else "")
+    shift = problem.seqlen_k - problem.seqlen_q
+    position = "p = i" + (f" {'+' if shift > 0 else '-'} {abs(shift)}" if shift else "")
+    keys = ["keys"]
+    if left >= 0:
+        keys.append("from p" + (f" - {left}" if left else "") + (" on" if right < 0 else ""))
+    if right >= 0:
+        keys.append(("to p" if left >= 0 else "up to p") + (f" + {right}" if right else ""))
+    if chunk:
+        keys.append(f"of its chunk, {chunk} keys from {chunk} * floor(p / {chunk}) on")
+    return f"{problem.mask}: query i, at position {position}, sees {' '.join(keys)}"
+
+
+def packing_words(problem: Problem, packed: bool) -> str:
+    """Whether query heads share tiles, and who said so."""
+    if problem.group_size == 1:
+        return "no: each query head has a K/V head of its own"
+    who = "the plan's choice" if problem.pack_gqa is None else "as asked"
+    if packed:
+        return f"yes, {who}: the {problem.group_size} query heads of a K/V head share tiles"
+    return "no, though asked for: kernels with qv pack no heads" if problem.pack_gqa else f"no, {who}"
+
+
+def _device_facts() -> tuple[DeviceFacts, str]:
+    """Facts of the Hopper GPU, or of an assumed H200, and its name."""
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-        return torch.device("cuda", torch.cuda.current_device())
-    return None
-
-
-def _device_facts(device: torch.device | None) -> tuple[DeviceFacts, str]:
-    """Facts of the Hopper GPU, or of an assumed H200, and its name."""
     from fa3.plan import H200
 
-    if device is None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return H200, f"an assumed {H200.name}"
     from fa3.backends import hopper
 
-    facts = hopper.device_facts(device)
+    facts = hopper.device_facts(torch.device("cuda", torch.cuda.current_device()))
     return facts, facts.name
 
 
@@ -110,19 +160,23 @@ def explanation(problem: Problem) -> dict[str, Any]:
     from fa3 import plan as planning
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    hopper = _hopper_device()
-    facts, card = _device_facts(hopper)
+    facts, card = _device_facts()
     no_plan = planning.why_not(problem)
-    flops, bytes_moved = planning.flops(problem), planning.bytes_moved(problem)
+    if no_plan is None and problem.seqlen_k == 0:
+        no_plan = "there is no key, so out is 0 without a kernel"
+    flops, bytes_moved, pairs = planning.flops(problem), planning.bytes_moved(problem), planning.visible_pairs(problem)
     limits = roofline(
         flops=flops,
-        # One exponential for each score, two FLOPs for each column of q and of v.
-        exponentials=flops / (2 * (problem.head_dim + problem.head_dim_v)),
+        # One for each score, and at least one more for the tanh of a cap.
+        exponentials=problem.batch * problem.heads_q * pairs * (2 if problem.softcap else 1),
         bytes_moved=bytes_moved,
         device=facts,
     )
     result: dict[str, Any] = {
         "problem": asdict(problem),
+        "mask": mask_words(problem),
+        "visible_pairs": pairs,
+        "first_row_with_keys": problem.first_row_with_keys,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "backend": backends.choose(problem, device),
         "backend_reason": backends.backend_reason(problem, device),
@@ -147,6 +201,12 @@ def explanation(problem: Problem) -> dict[str, Any]:
         "threads": planned.spec.threads,
         "shared_bytes": planned.spec.shared_bytes,
         "grid_blocks": planned.order.blocks,
+        "column_parts": [
+            min(planning.MAX_COLUMNS, problem.head_dim_v - first)
+            for first in range(0, problem.head_dim_v, planning.MAX_COLUMNS)
+        ],
+        "packing": packing_words(problem, planned.spec.pack_gqa),
+        "order": asdict(planned.order),
         "reasons": list(planned.reasons),
     }
     result["artifact"] = _artifact(planned)
@@ -155,39 +215,21 @@ def explanation(problem: Problem) -> dict[str, Any]:
 
 def _lines(said: dict[str, Any]) -> list[str]:
     """The explanation as text, from the call down to the chip."""
-    problem = said["problem"]
-    mask = "causal, aligned bottom-right" if problem["causal"] else "full"
-    lines = [
-        "flash_attn_func",
-        f"  q    ({problem['batch']}, {problem['seqlen_q']}, {problem['heads_q']}, {problem['head_dim']}) "
-        f"{problem['dtype']}",
-        f"  k    ({problem['batch']}, {problem['seqlen_k']}, {problem['heads_kv']}, {problem['head_dim']})",
-        f"  v    ({problem['batch']}, {problem['seqlen_k']}, {problem['heads_kv']}, {problem['head_dim_v']})",
-        f"  mask {mask}; softmax_scale {problem['softmax_scale']:.6g}",
-        "",
-        f"backend here: {said['backend']}",
-        f"  {said['backend_reason']}",
-        "",
-        f"plan for {said['planned_for']}",
-    ]
-    planned = said["plan"]
+    planned, limits = said["plan"], said["roofline"]
+    lines = ["flash_attn_func", *(f"  {line}" for line in _call_lines(said))]
+    lines += ["", f"backend here: {said['backend']}", f"  {said['backend_reason']}"]
+    lines += ["", f"plan for {said['planned_for']}"]
     if planned is None:
         lines.append(f"  the hopper backend has none: {said['no_plan']}")
     else:
-        lines.append(f"  spec {planned['name']}")
-        lines += [f"  - {reason}" for reason in planned["reasons"]]
-        lines.append(
-            f"  launch: {planned['grid_blocks']:,} blocks of {planned['threads']} threads, "
-            f"{planned['shared_bytes']:,} bytes of shared memory each"
-        )
+        lines += [f"  {line}" for line in _plan_lines(said["problem"], planned)]
         lines += ["", f"artifact: {said['artifact']['state']}"]
         lines += [f"  {line}" for line in _artifact_lines(said["artifact"])]
-    limits = said["roofline"]
     lines += [
         "",
         "work",
-        f"  {said['flops'] / 1e9:,.2f} GFLOP, {said['bytes'] / 1e6:,.2f} MB moved at least; "
-        f"the matrix of scores that is never made: {said['score_matrix_bytes'] / 1e6:,.1f} MB in float32",
+        f"  {said['flops'] / 1e9:,.2f} GFLOP for the pairs that are seen, {said['bytes'] / 1e6:,.2f} MB moved at "
+        f"least; the matrix of scores that is never made: {said['score_matrix_bytes'] / 1e6:,.1f} MB in float32",
         f"  least time on {limits['sm_count']} SMs at {limits['clock_mhz']:.0f} MHz "
         f"and {limits['bytes_per_second'] / 1e12:.1f} TB/s:",
         f"    tensor cores {limits['tensor_us']:10,.2f} us   (16-bit)",
@@ -196,6 +238,45 @@ def _lines(said: dict[str, Any]) -> list[str]:
         f"  bound by {limits['bound']}",
     ]
     return lines
+
+
+def _call_lines(said: dict[str, Any]) -> list[str]:
+    """Shapes, mask and options of the call."""
+    problem = said["problem"]
+    batch, rows, keys, heads = (problem[name] for name in ("batch", "seqlen_q", "seqlen_k", "heads_q"))
+    lines = [
+        f"q    ({batch}, {rows}, {heads}, {problem['head_dim']}) {problem['dtype']}",
+        f"k    ({batch}, {keys}, {problem['heads_kv']}, {problem['head_dim']})",
+        f"v    ({batch}, {keys}, {problem['heads_kv']}, {problem['head_dim_v']})",
+    ]
+    lines += [f"qv   ({batch}, {rows}, {heads}, {problem['head_dim_v']})"] if problem["qv"] else []
+    lines += [f"sink ({heads},)"] if problem["sink"] else []
+    lines += [f"mask {said['mask']}"]
+    pairs, share = said["visible_pairs"], said["visible_pairs"] / max(rows * keys, 1)
+    lines += [f"     {pairs:,} of {rows * keys:,} (query, key) pairs of a head are seen: {share:.1%}"]
+    if said["first_row_with_keys"]:
+        lse = "their head's sink" if problem["sink"] else "-inf"
+        lines += [f"     the first {said['first_row_with_keys']:,} queries see no key: out 0, LSE {lse}"]
+    cap = f"; softcap {problem['softcap']:g}" if problem["softcap"] else ""
+    return [*lines, f"softmax_scale {problem['softmax_scale']:.6g}{cap}"]
+
+
+def _plan_lines(problem: dict[str, Any], planned: dict[str, Any]) -> list[str]:
+    """Spec, tile class, packing, order and launch, and why."""
+    spec, order, parts = planned["spec"], planned["order"], planned["column_parts"]
+    dims, launches = f"head dims {problem['head_dim']} and {problem['head_dim_v']}", "one launch"
+    if len(parts) > 1:
+        dims += f"; columns of v in {len(parts)} parts, {' and '.join(map(str, parts))}, each with the scores anew"
+        launches = f"{len(parts)} launches"
+    return [
+        f"spec {planned['name']}",
+        f"tile class ({spec['head_dim']}, {spec['head_dim_v']}) for {dims}",
+        f"packed heads: {planned['packing']}",
+        *(f"- {reason}" for reason in planned["reasons"]),
+        f"order: heads side by side: {order['section']}, query tiles of each before the next: {order['levels']:,}",
+        f"{launches} of {planned['grid_blocks']:,} blocks of {planned['threads']} threads, "
+        f"{planned['shared_bytes']:,} bytes of shared memory each",
+    ]
 
 
 def _artifact_lines(artifact: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -50,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``fa3 ARGV`` and return its exit code: 0 done, 1 not, 2 bad arguments, 130 interrupted."""
     top = parser()
-    args = top.parse_args(argv)
+    args = top.parse_args(_with_lists(sys.argv[1:] if argv is None else argv))
     if args.version:
         print(f"fa3 {fa3.__version__}")
         return 0
@@ -75,6 +76,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fa3 {args.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     return code
+
+
+def _with_lists(argv: Sequence[str]) -> list[str]:
+    """``--window -1,0`` as ``--window=-1,0``: argparse takes a list that begins with a minus for an option."""
+    joined: list[str] = []
+    for argument in argv:
+        if re.fullmatch(r"-[0-9]+(,-?[0-9]+)+", argument) and joined and re.fullmatch(r"--[a-z-]+", joined[-1]):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 def _one_line(error: Exception) -> str:
