@@ -53,9 +53,10 @@ SMALL_GRID = 4
 #: Part of the keys that the queries of a causal call see, from which on its tiles count as equally long.
 EVEN_SHARE = 0.9
 
-#: Part of the time of the products that reading K and V from device memory may take, when the query tiles of
-#: a head come in several phases and each phase reads them again.
-READ_SHARE = 0.4
+#: Keys up to -> part of the time of the products that reading K and V from device memory may take, when the query
+#: tiles of a head come in several phases and each phase reads them again. Long sequences have few tiles, so that
+#: evening out their end is worth more.
+READ_SHARES = ((8192, 0.4), (math.inf, 0.8))
 
 #: Part of the tensor core's rate at the boost clock that a causal kernel reaches, for that estimate.
 EXPECTED_UTILIZATION = 0.55
@@ -278,7 +279,8 @@ def order_of(problem: Problem, spec: ForwardSpec, device: DeviceFacts) -> Order:
     peak = device.sm_count * device.tensor_flops_per_clock * device.boost_clock_hz
     compute_seconds = flops(problem) / (EXPECTED_UTILIZATION * peak)
     read_seconds = max(1, heads // group) * head_bytes / device.memory_bytes_per_second
-    phases = min(max(1, int(READ_SHARE * compute_seconds / read_seconds)), levels)
+    share = next(part for limit, part in READ_SHARES if problem.seqlen_k <= limit)
+    phases = min(max(1, int(share * compute_seconds / read_seconds)), levels)
     phase_levels = math.ceil(levels / phases)
     phases = math.ceil(levels / phase_levels)
     reason = f"longest tiles first: {phases} phases, in each {_heads(section)} at a time, K and V in L2"
