@@ -16,7 +16,7 @@ from fa3.backends import hopper
 from fa3.cli import bench, measure, odd, peers, plots, roofline, sweep, timing
 from fa3.cli.main import main
 from fa3.errors import FA3Error
-from fa3.plan import computes, shipped_specs
+from fa3.plan import computes, shipped_specs, why_not
 from fa3.tiles import CANDIDATES
 from problems import problem_of
 
@@ -158,15 +158,37 @@ class TestBench:
         assert entry["host_us"] > 0
         assert entry["ms"] is None
 
-    @on_cpu
+    @pytest.mark.parametrize("gpu", [False, True], ids=["no GPU", "another GPU"])
     @pytest.mark.parametrize("kind", ["ablation", "sweep", "odd"])
-    def test_what_runs_kernels_of_its_own_choice_needs_a_gpu(self, capsys, tmp_path, kind):
+    def test_what_measures_the_kernels_alone_needs_a_hopper_gpu(self, capsys, monkeypatch, tmp_path, kind, gpu):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
         file = tmp_path / "never.json"
         assert main(["bench", f"--{kind}", "--json", str(file)]) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
-        assert captured.err == f"fa3 bench: --{kind} runs kernels of its own choice: it needs a Hopper GPU\n"
+        assert captured.err == f"fa3 bench: --{kind} measures fa3's own kernels: it needs a Hopper GPU\n"
         assert not file.exists()
+
+    @pytest.mark.parametrize(
+        ("arguments", "refusal"),
+        [
+            (["--sweep", "--cells", "128-full-512"], "--cells: --sweep has no use for it"),
+            (["--sweep", "--impls", "fa2"], "--impls: --sweep has no use for it"),
+            (["--sweep", "--png", "a.png"], "--png: --sweep has no use for it"),
+            (["--odd", "--quick"], "--quick: --odd has no use for it"),
+            (["--odd", "--head-dims", "64"], "--head-dims: --odd has no use for it"),
+            (
+                ["--sweep", "--head-dims", "64,72"],
+                "--head-dims 72: those of the tile classes are 64, 96, 128, 192, 256",
+            ),
+            (["--ablation", "--dtype", "bf16"], "--ablation --dtype bf16: the ablation is the paper's, in fp16"),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    )
+    def test_an_option_that_would_change_nothing_is_refused(self, capsys, arguments, refusal):
+        assert main(["bench", *arguments]) == 2
+        assert capsys.readouterr().err == f"fa3 bench: {refusal}\n"
 
     def test_a_run_is_of_one_kind(self, capsys):
         with pytest.raises(SystemExit) as stopped:
@@ -217,8 +239,13 @@ class TestSweep:
             assert shape.b * shape.s == sweep.TOKENS or (shape.b, shape.h) == (1, 16)
             assert shape.h * shape.d <= sweep.HIDDEN or shape.h == 16
 
+    def test_tile_classes_are_all_or_those_of_a_head_dim(self):
+        assert sweep.tile_classes() == tuple(CANDIDATES)
+        assert sweep.tile_classes([64, 96]) == ((64, 64), (96, 96), (64, 256))
+        with pytest.raises(ValueError, match="--head-dims 512"):
+            sweep.tile_classes([64, 512])
+
     def test_a_row_ranks_the_candidates_of_a_shape_by_their_time(self, monkeypatch):
-        monkeypatch.setattr(sweep, "shapes", lambda kinds: [sweep.Shape(64, 64, "window", 2, 32, 1)])
         asked = []
 
         def forward_with_spec(spec, q, k, v, options):
@@ -226,13 +253,14 @@ class TestSweep:
 
         def burst(device, calls, count, sensors=None):
             calls[0]()
-            # The narrower the tile, the faster.
-            return timing.Sample(asked[-1][0].tile_m / 1e3)
+            # The narrower the tile, the faster; the clock is read while the calls run.
+            return timing.Sample(asked[-1][0].tile_m / 1e3, None if sensors is None else 1700.0)
 
         monkeypatch.setattr(hopper, "forward_with_spec", forward_with_spec)
         monkeypatch.setattr(sweep, "burst", burst)
         cpu = torch.device("cpu")
-        (entry,) = sweep.sweep(cpu, torch.bfloat16, "bf16", ((64, 64),), timing.Sensors(cpu))
+        shape = sweep.Shape(64, 64, "window", 2, 32, 1)
+        (entry,) = sweep.sweep(cpu, torch.bfloat16, [shape], timing.Sensors(cpu))
         specs = sweep.candidates((64, 64), "window", "bf16")
         assert {spec for spec, _, _ in asked} == set(specs)
         assert {(shape, options.window_left, options.window_right) for _, shape, options in asked} == {
@@ -241,37 +269,144 @@ class TestSweep:
         by_width = sorted(specs, key=lambda spec: spec.tile_m)
         assert entry["fastest"] == by_width[0].name
         assert list(entry["microseconds"].values()) == [float(spec.tile_m) for spec in by_width]
+        assert entry["microseconds"][entry["runner_up"]] == by_width[1].tile_m
         assert entry["margin"] == pytest.approx(by_width[1].tile_m / by_width[0].tile_m - 1)
         assert (entry["d"], entry["mask"], entry["b"], entry["s"], entry["dtype"]) == (64, "window", 2, 32, "bf16")
+        assert entry["clock_mhz"] == 1700.0
+        assert sweep.describe(entry).startswith("(2, 32, 1, d 64) window: 64x128x4 64.0  128x128x3 128.0  192x")
+
+    def test_its_file_is_written_after_every_shape_and_says_what_was_not_measured(self, capsys, monkeypatch, tmp_path):
+        monkeypatch.setattr(bench, "_check_kind", lambda args: None)
+        monkeypatch.setattr(sweep, "burst", lambda device, calls, count, sensors=None: timing.Sample(0.25))
+        monkeypatch.setattr(sweep, "shapes", lambda kinds: [sweep.Shape(*dims, "full", 1, 16, 1) for dims in kinds])
+        file = tmp_path / "sweep.json"
+        arguments = ["bench", "--sweep", "--head-dims", "192", "--json", str(file)]
+        assert main(arguments) == 0
+        written = json.loads(file.read_text())
+        assert written["kind"] == "sweep"
+        assert [(entry["d"], entry["dv"]) for entry in written["rows"]] == [(192, 128), (192, 192)]
+        assert "(1, 16, 1, d 192, dv 128) full: " in capsys.readouterr().out
+
+        describe = sweep.describe
+
+        def interrupted(entry):
+            if entry["dv"] == 192:
+                raise KeyboardInterrupt
+            return describe(entry)
+
+        monkeypatch.setattr(sweep, "describe", interrupted)
+        assert main(arguments) == 130
+        assert [entry["dv"] for entry in json.loads(file.read_text())["rows"]] == [128]
+
+        assert main([*arguments, "--limit", "-1"]) == 1
+        written = json.loads(file.read_text())
+        assert written["rows"] == []
+        assert written["notes"][-1] == "stopped after -1 s: 2 shapes not measured"
+        assert "note: stopped after -1 s: 2 shapes not measured" in capsys.readouterr().out
+
+
+SIZES = (1, 64, 2, 1, 16, 16)
 
 
 class TestOdd:
-    def test_a_row_has_the_time_with_and_without_the_host_and_a_window_its_share(self, monkeypatch):
-        sizes = (1, 64, 2, 1, 16, 16)
-        shapes = (odd.OddShape(*sizes, False), odd.OddShape(*sizes, True), odd.OddShape(*sizes, True, 7))
-        monkeypatch.setattr(odd, "SHAPES", shapes)
+    def measured(self, monkeypatch, impls, shapes):
+        """Rows of each shape, and the notes."""
         monkeypatch.setattr(odd, "ROUNDS", 1)
         monkeypatch.setattr(odd, "CALLS", 2)
-        impls = [peers.Impl("fa3", "1", peers._tiled), peers.Impl("tiled", "1", peers._tiled)]
-        full, causal, windowed = odd.measure_odd(torch.device("cpu"), torch.float32, impls)
+        notes = []
+        return list(odd.measure_odd(torch.device("cpu"), torch.float32, shapes, impls, notes)), notes
+
+    def test_a_row_has_the_time_with_and_without_the_host_and_a_window_its_share(self, monkeypatch):
+        shapes = (odd.OddShape(*SIZES, False), odd.OddShape(*SIZES, True), odd.OddShape(*SIZES, True, 7))
+        impls = [peers.Impl("tiled", "1", peers._tiled), peers.Impl("fa3", "1", peers._tiled)]
+        (full, causal, windowed), notes = self.measured(monkeypatch, impls, shapes)
+        assert notes == []
         for rows in (full, causal):
-            assert [entry["impl"] for entry in rows] == ["fa3", "tiled"]
+            assert [entry["impl"] for entry in rows] == ["tiled", "fa3"]
             assert all(entry["gpu_us"] > 0 and entry["call_us"] > 0 and entry["tflops"] >= 0 for entry in rows)
+            assert {entry["dtype"] for entry in rows} == {"fp32"}
         # Peers have no windows here. Of 64 x 64 pairs a window of 8 keys leaves 7 rows of fewer and 57 of 8.
         (entry,) = windowed
         pairs = sum(min(row + 1, 8) for row in range(64))
         assert entry["of_ideal_share"] == pytest.approx(
-            entry["gpu_us"] / (full[0]["gpu_us"] * pairs / 64**2), rel=0.01, abs=0.01
+            entry["gpu_us"] / (full[1]["gpu_us"] * pairs / 64**2), rel=0.01, abs=0.01
         )
-        assert odd.describe(full).startswith("(1, 64, 2/1, d 16) full: fa3 ")
-        assert "best peer / fa3" in odd.describe(causal)
+        assert odd.describe(full).startswith("(1, 64, 2/1, d 16) full: tiled ")
         assert odd.describe(windowed).startswith("(1, 64, 2/1, d 16) window 7: fa3 ")
         assert odd.describe(windowed).endswith("of the ideal share")
+
+    def test_a_line_has_the_lead_over_the_best_peer_by_both_times(self):
+        shape = {"b": 1, "s": 8, "h": 2, "hk": 1, "d": 192, "dv": 128, "causal": True, "window": 0}
+        rows = [
+            {**shape, "impl": impl, "gpu_us": gpu_us, "call_us": call_us}
+            for impl, gpu_us, call_us in (("cudnn", 30.0, 33.0), ("fa3", 20.0, 22.0), ("fa2", 25.0, 44.0))
+        ]
+        assert odd.describe(rows) == (
+            "(1, 8, 2/1, d 192, dv 128) causal: cudnn 30.0/33.0  fa3 20.0/22.0  fa2 25.0/44.0 us"
+            "  best peer / fa3: 1.250 of the GPU's time, 1.500 with the host"
+        )
+        assert odd.describe([rows[0], rows[2]]).endswith("fa2 25.0/44.0 us")
+
+    def test_who_cannot_compute_a_shape_or_computes_something_else_is_noted(self, monkeypatch):
+        def broken(q, k, v, causal):
+            raise RuntimeError("no kernel image")
+
+        impls = [
+            peers.Impl("fa3", "1", broken),
+            peers.Impl("tiled", "1", peers._tiled),
+            peers.Impl("official", "1", lambda q, k, v, causal: lambda: torch.zeros_like(q)),
+        ]
+        shapes = (odd.OddShape(*SIZES, False), odd.OddShape(*SIZES, True, 7))
+        (full, windowed), notes = self.measured(monkeypatch, impls, shapes)
+        assert [entry["impl"] for entry in full] == ["tiled", "official"]
+        assert notes[0] == "(1, 64, 2/1, d 16) full: fa3 left out: RuntimeError: no kernel image"
+        assert notes[1].startswith("(1, 64, 2/1, d 16) full: official differs from tiled")
+        # There is nothing that the window could be compared with.
+        assert [entry["impl"] for entry in windowed] == ["fa3"]
+        assert "of_ideal_share" not in windowed[0]
+
+    def test_a_shape_that_nobody_can_compute_has_no_rows(self, monkeypatch):
+        shapes = (odd.OddShape(*SIZES, True, 7), odd.OddShape(*SIZES, False))
+        measured, _ = self.measured(monkeypatch, [peers.Impl("tiled", "1", peers._tiled)], shapes)
+        assert [[entry["window"] for entry in rows] for rows in measured] == [[0]]
+
+    def test_its_file_has_the_rows_of_all_shapes_until_the_time_is_up(self, capsys, monkeypatch, tmp_path):
+        monkeypatch.setattr(bench, "_check_kind", lambda args: None)
+        monkeypatch.setattr(odd, "SHAPES", (odd.OddShape(*SIZES, False), odd.OddShape(*SIZES, True)))
+        monkeypatch.setattr(odd, "ROUNDS", 1)
+        file = tmp_path / "odd.json"
+        assert main(["bench", "--odd", "--impls", "tiled", "--json", str(file)]) == 0
+        written = json.loads(file.read_text())
+        assert written["kind"] == "odd"
+        assert [(entry["impl"], entry["causal"]) for entry in written["rows"]] == [("tiled", False), ("tiled", True)]
+        assert "(1, 64, 2/1, d 16) causal: tiled " in capsys.readouterr().out
+        assert main(["bench", "--odd", "--impls", "tiled", "--limit", "-1"]) == 1
+        assert "stopped after -1 s: 2 shapes not measured" in capsys.readouterr().out
+
+    def test_every_shape_has_a_kernel_and_comes_once(self):
+        assert len(set(odd.SHAPES)) == len(odd.SHAPES)
+        for shape in odd.SHAPES:
+            sizes = {
+                "batch": shape.b,
+                "seqlen_q": shape.s,
+                "seqlen_k": shape.s,
+                "heads_q": shape.h,
+                "heads_kv": shape.hk,
+            }
+            problem = problem_of(
+                **sizes,
+                head_dim=shape.d,
+                head_dim_v=shape.dv,
+                causal=shape.causal,
+                window_left=shape.window or -1,
+            )
+            assert why_not(problem) is None
+            assert problem.mask == ("window" if shape.window else "causal" if shape.causal else "full")
 
     def test_every_windowed_shape_comes_after_the_same_without_one(self):
         seen = set()
         for shape in odd.SHAPES:
-            place = shape.s, shape.h, shape.d
+            place = shape.b, shape.s, shape.h, shape.hk, shape.d, shape.dv
             assert not shape.window or place in seen
             seen |= set() if shape.causal else {place}
 

@@ -18,14 +18,14 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import fa3
-from fa3.cli import peers, plots
+from fa3.cli import odd, peers, plots, sweep
 from fa3.cli.files import check_output, positive_integer
 from fa3.cli.measure import (
     DTYPES,
@@ -50,6 +50,10 @@ HIDDEN = 2048
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 HEAD_DIMS = (64, 128, 256)
 MASKS = ("full", "causal")
+
+#: What is given with ``--cells`` or for the grid, and means nothing for shapes that are fixed.
+OF_THE_GRID = ("cells", "head_dims", "masks", "seqlens", "tokens", "hidden", "steady", "quick", "png")
+STEADY = "16384"
 
 #: Rounds of bursts, and of steady runs, that go over all implementations of a cell.
 BURST_ROUNDS = 11
@@ -95,13 +99,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kind.add_argument("--host", action="store_true", help="host time of a call, at a tiny shape")
     parser.add_argument("--cells", help="D-MASK-SEQLEN,... instead of the grid, e.g. 128-full-16384,64-causal-4096")
     parser.add_argument("--head-dims", help="head dims of the grid, with commas")
-    parser.add_argument("--masks", default="full,causal", help="masks of the grid (default: full,causal)")
+    parser.add_argument("--masks", help="masks of the grid (default: full,causal)")
     parser.add_argument("--seqlens", help="sequence lengths of the grid, with commas")
     parser.add_argument("--tokens", type=int, help=f"tokens of a cell in all (default: {TOKENS}, on a CPU 2048)")
     parser.add_argument("--hidden", type=int, help=f"heads times head dim (default: {HIDDEN}, on a CPU 512)")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="element type (default: bf16, on a CPU fp32)")
     parser.add_argument("--impls", help="implementations to measure, with commas (default: all found)")
-    parser.add_argument("--steady", default="16384", help="sequence lengths also run in steady state, 'all' or 'none'")
+    parser.add_argument(
+        "--steady", help=f"sequence lengths also run in steady state, 'all' or 'none' (default: {STEADY})"
+    )
     parser.add_argument("--quick", action="store_true", help="three rounds, no steady state: a first look")
     parser.add_argument("--limit", type=float, default=TIME_LIMIT, help="seconds after which no new cell begins")
     parser.add_argument("--commit", help="commit of the sources, for a copy of them without their repository")
@@ -258,7 +264,7 @@ def _choose_cells(args: argparse.Namespace, on_gpu: bool) -> list[Cell]:
     head_dims = parse_integers("--head-dims", args.head_dims) if args.head_dims else list(HEAD_DIMS)
     default = SEQLENS if on_gpu else (512, 2048)
     seqlens = parse_integers("--seqlens", args.seqlens) if args.seqlens else list(default)
-    masks = args.masks.split(",")
+    masks = list(MASKS) if args.masks is None else args.masks.split(",")
     for mask in masks:
         if mask not in MASKS:
             raise ValueError(f"--masks {mask!r}: allowed are {', '.join(MASKS)}")
@@ -273,28 +279,23 @@ def _choose_cells(args: argparse.Namespace, on_gpu: bool) -> list[Cell]:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the tables, write the files. Returns 0, or 1 when nothing could be measured."""
     begin = time.perf_counter()
+    _check_kind(args)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    if args.ablation and args.dtype not in (None, "fp16"):
-        raise ValueError(f"--ablation --dtype {args.dtype}: the ablation is the paper's, in fp16")
     dtype = "fp16" if args.ablation else args.dtype or ("bf16" if on_gpu else "fp32")
-    for option in ("ablation", "sweep", "odd"):
-        if getattr(args, option) and not on_gpu:
-            raise ValueError(f"--{option} runs kernels of its own choice: it needs a Hopper GPU")
     cells = _choose_cells(args, on_gpu)
     if args.json:
         check_output("--json", args.json)
     if args.png:
         plots.require()
         check_output("--png", args.png)
-    steady_seqlens = _steady_seqlens(args.steady, cells, on_gpu and not args.quick)
-    impls, missing = peers.find(device, tuple(args.impls.split(",")) if args.impls else None)
+    steady_seqlens = _steady_seqlens(STEADY if args.steady is None else args.steady, cells, on_gpu and not args.quick)
+    names = ("fa3",) if args.sweep else tuple(args.impls.split(",")) if args.impls else None
+    impls, missing = peers.find(device, names)
     sensors = Sensors(device)
     result = {"kind": _kind(args), **facts(device, sensors, impls, missing, args.commit)}
-    if args.sweep:
-        return _run_sweep(args, result, device, sensors, begin)
-    if args.odd:
-        return _run_odd(args, result, device, impls, begin)
+    if args.sweep or args.odd:
+        return _run_shapes(args, result, device, sensors, impls, begin)
     with torch.inference_mode():
         if args.host:
             result["rows"] = measure_host(impls, dtype, device, result["notes"])
@@ -330,43 +331,65 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result["rows"] else 1
 
 
-def _run_sweep(
-    args: argparse.Namespace, result: dict[str, Any], device: torch.device, sensors: Sensors, begin: float
+def _check_kind(args: argparse.Namespace) -> None:
+    """Raise ``ValueError`` for options that the kind of run has no use for, and for a kind that cannot run here."""
+    kind = _kind(args)
+    if kind in ("sweep", "odd"):
+        allowed = ("head_dims",) if kind == "sweep" else ("impls",)
+        for name in (*OF_THE_GRID, "impls"):
+            # An option that was not given is None or, a flag, False.
+            if name not in allowed and getattr(args, name) not in (None, False):
+                raise ValueError(f"--{name.replace('_', '-')}: --{kind} has no use for it")
+    if kind == "ablation" and args.dtype not in (None, "fp16"):
+        raise ValueError(f"--ablation --dtype {args.dtype}: the ablation is the paper's, in fp16")
+    if kind == "sweep" and args.head_dims:
+        sweep.tile_classes(parse_integers("--head-dims", args.head_dims))
+    if kind in ("ablation", "sweep", "odd") and not (
+        torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    ):
+        raise ValueError(f"--{kind} measures fa3's own kernels: it needs a Hopper GPU")
+
+
+def _in_time(shapes: Iterable[Any], limit: float, begin: float, notes: list[str]) -> Iterator[Any]:
+    """The shapes, until the time is up; a note says how many are left."""
+    left = list(shapes)
+    while left:
+        if time.perf_counter() - begin > limit:
+            notes.append(f"stopped after {limit:g} s: {len(left)} shapes not measured")
+            return
+        yield left.pop(0)
+
+
+def _run_shapes(
+    args: argparse.Namespace,
+    result: dict[str, Any],
+    device: torch.device,
+    sensors: Sensors,
+    impls: Sequence[Impl],
+    begin: float,
 ) -> int:
-    """``fa3 bench --sweep``: one line a shape, the fastest tiles first."""
-    from fa3.cli.sweep import sweep
-    from fa3.tiles import CANDIDATES
-
-    dtype = args.dtype or "bf16"
-    dims = parse_integers("--head-dims", args.head_dims) if args.head_dims else None
-    kinds = tuple(kind for kind in CANDIDATES if dims is None or kind[0] in dims)
-    for row in sweep(device, DTYPES[dtype], dtype, kinds, sensors):
-        result["rows"].append(row)
-        shape = " ".join(f"{name}={row[name]}" for name in ("d", "dv", "mask", "b", "s", "h"))
-        # forward_bf16_d64_full_256x64x4_wpot8: the tiles are the last part but one.
-        times = "  ".join(f"{name.split('_')[-2]} {us:.1f}" for name, us in row["microseconds"].items())
-        print(f"{shape}: {times} us", flush=True)
-        if time.perf_counter() - begin > args.limit:
-            result["notes"].append(f"stopped after {args.limit:g} s")
-            break
-    _write(result, args.json)
-    return 0 if result["rows"] else 1
-
-
-def _run_odd(
-    args: argparse.Namespace, result: dict[str, Any], device: torch.device, impls: Sequence[Impl], begin: float
-) -> int:
-    """``fa3 bench --odd``: one line a shape."""
-    from fa3.cli.odd import describe, measure_odd
-
+    """``fa3 bench --sweep`` and ``--odd``: one line a shape. Returns as `run`."""
+    dtype, notes = DTYPES[args.dtype or "bf16"], result["notes"]
+    measured: Iterator[tuple[list[Row], str]]
+    if args.sweep:
+        kinds = sweep.tile_classes(parse_integers("--head-dims", args.head_dims) if args.head_dims else None)
+        shapes = _in_time(sweep.shapes(kinds), args.limit, begin, notes)
+        measured = (([row], sweep.describe(row)) for row in sweep.sweep(device, dtype, shapes, sensors))
+    else:
+        shapes = _in_time(odd.SHAPES, args.limit, begin, notes)
+        measured = ((rows, odd.describe(rows)) for rows in odd.measure_odd(device, dtype, shapes, impls, notes))
     with torch.inference_mode():
-        for rows in measure_odd(device, DTYPES[args.dtype or "bf16"], impls):
+        for rows, line in measured:
             result["rows"] += rows
-            print(describe(rows), flush=True)
-            if time.perf_counter() - begin > args.limit:
-                result["notes"].append(f"stopped after {args.limit:g} s")
-                break
+            print(line, flush=True)
+            _write(result, args.json)
     _write(result, args.json)
+    for note in notes:
+        print(f"note: {note}")
+    for name, reason in result["missing"].items():
+        print(f"not measured: {name}: {reason}")
+    if args.json:
+        print(f"wrote {args.json}")
     return 0 if result["rows"] else 1
 
 

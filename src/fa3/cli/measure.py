@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -90,9 +90,16 @@ class Entrant:
     spec: str | None = None
 
 
+class Named(Protocol):
+    """What `enter` asks of a cell, besides the name that notes call it by: its text."""
+
+    @property
+    def causal(self) -> bool: ...
+
+
 def enter(
     impls: Sequence[tuple[Impl, str | None]],
-    cell: Cell,
+    cell: Named,
     tensors: list[tuple[Tensor, ...]],
     device: torch.device,
     notes: list[str],

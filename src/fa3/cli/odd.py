@@ -1,25 +1,26 @@
 """Short, odd and windowed shapes, with the host's cost: what a model's forward pass sees of one call.
 
 ``gpu_us`` is the GPU's time of a call, its host's cost hidden. ``call_us`` is what a call in a row of calls takes when
-nothing hides the host: the larger of both, as the GPU waits for Python at short shapes.
+nothing hides the host: the larger of both, as the GPU waits for Python at short shapes. A window is measured by fa3
+alone, after the same shape without a mask: its ideal share of that time is its share of the (query, key) pairs.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import fa3
-from fa3.cli.peers import Call, Impl
+from fa3.cli.measure import enter
+from fa3.cli.peers import Call, Impl, Prepare
 from fa3.cli.timing import burst, burst_calls, synchronize
 from fa3.options import Options
-from fa3.plan import visible_pairs
+from fa3.plan import flops, visible_pairs
 from fa3.problem import check_forward
 
 ROUNDS = 7
@@ -29,7 +30,7 @@ CALLS = 30
 
 @dataclass(frozen=True)
 class OddShape:
-    """``window``: keys to the left of a causal window, 0 for none."""
+    """Batch, length, heads, K/V heads, head dims, mask; ``window``: keys to the left of a causal window, 0 for none."""
 
     b: int
     s: int
@@ -72,54 +73,56 @@ SHAPES = (
 )
 
 
-def measure_odd(device: torch.device, dtype: torch.dtype, impls: Sequence[Impl]) -> Iterator[list[dict[str, Any]]]:
-    """One list of rows for each shape, a row for each implementation."""
-    full_us: dict[tuple[int, int, int], float] = {}
-    for shape in SHAPES:
+def measure_odd(
+    device: torch.device, dtype: torch.dtype, shapes: Iterable[OddShape], impls: Sequence[Impl], notes: list[str]
+) -> Iterator[list[dict[str, Any]]]:
+    """A list of rows for each shape that anybody can compute, a row for each implementation that can.
+
+    ``notes`` gets whoever cannot, and outputs that differ from the first one's.
+    """
+    full_us: dict[tuple[int, ...], float] = {}
+    for shape in shapes:
         q = torch.randn(shape.b, shape.s, shape.h, shape.d, device=device, dtype=dtype)
         k = torch.randn(shape.b, shape.s, shape.hk, shape.d, device=device, dtype=dtype)
         v = torch.randn(shape.b, shape.s, shape.hk, shape.dv, device=device, dtype=dtype)
         options = Options(shape.window) if shape.window else None
-        pairs = visible_pairs(check_forward(q, k, v, causal=shape.causal, options=options))
-        rows: list[dict[str, Any]] = []
-        calls: list[tuple[Impl, Call, int]] = []
-        for impl in impls:
-            if shape.window and impl.name != "fa3":
-                continue
-            call = _windowed(q, k, v, shape.window) if shape.window else impl.prepare(q, k, v, shape.causal)
-            try:
-                with impl.context():
-                    burst(device, [call], 2)
-                    count = burst_calls(burst(device, [call], 3).ms)
-            except Exception:  # a peer may not take a shape; the others are still measured
-                continue
-            calls.append((impl, call, count))
-        gpu: dict[str, list[float]] = {impl.name: [] for impl, _, _ in calls}
-        host: dict[str, list[float]] = {impl.name: [] for impl, _, _ in calls}
+        problem = check_forward(q, k, v, causal=shape.causal, options=options)
+        found = impls
+        if shape.window:
+            found = [replace(impl, prepare=_windowed(shape.window)) for impl in impls if impl.name == "fa3"]
+        entrants = enter([(impl, None) for impl in found], shape, [(q, k, v)], device, notes)
+        gpu: list[list[float]] = [[] for _ in entrants]
+        host: list[list[float]] = [[] for _ in entrants]
         for _ in range(ROUNDS):
-            for impl, call, count in calls:
-                with impl.context():
-                    gpu[impl.name].append(burst(device, [call], count).ms * 1e3)
-                    host[impl.name].append(_in_a_row(device, call, count if shape.s > 4096 else CALLS))
-        for impl, _, _ in calls:
-            row = {**asdict(shape), "impl": impl.name}
-            row["gpu_us"] = round(statistics.median(gpu[impl.name]), 2)
-            row["call_us"] = round(statistics.median(host[impl.name]), 2)
-            if impl.name == "fa3":
-                place = shape.s, shape.h, shape.d
-                if shape.window:
-                    ideal = full_us[place] * pairs / (shape.s * shape.s)
-                    row["of_ideal_share"] = round(row["gpu_us"] / ideal, 3)
-                elif not shape.causal:
-                    full_us[place] = row["gpu_us"]
-            flops = 2.0 * shape.b * shape.h * pairs * (shape.d + shape.dv)
-            row["tflops"] = round(flops / row["gpu_us"] / 1e6, 1)
+            for index, entrant in enumerate(entrants):
+                count = burst_calls(entrant.ms)
+                with entrant.impl.context():
+                    gpu[index].append(burst(device, entrant.calls, count).ms * 1e3)
+                    host[index].append(_in_a_row(device, entrant.calls[0], count if shape.s > 4096 else CALLS))
+        rows: list[dict[str, Any]] = []
+        for index, entrant in enumerate(entrants):
+            gpu_us = statistics.median(gpu[index])
+            row = {
+                **asdict(shape),
+                "dtype": problem.dtype,
+                "impl": entrant.impl.name,
+                "gpu_us": round(gpu_us, 2),
+                "call_us": round(statistics.median(host[index]), 2),
+                "tflops": round(flops(problem) / gpu_us / 1e6, 1),
+            }
+            place = (shape.b, shape.s, shape.h, shape.hk, shape.d, shape.dv)
+            if entrant.impl.name == "fa3" and not shape.causal:
+                full_us[place] = gpu_us
+            if shape.window and place in full_us:
+                ideal_us = full_us[place] * visible_pairs(problem) / (shape.s * shape.s)
+                row["of_ideal_share"] = round(gpu_us / ideal_us, 3)
             rows.append(row)
-        yield rows
+        if rows:
+            yield rows
 
 
-def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Call:
-    return lambda: fa3.flash_attn_func(q, k, v, causal=True, window_size=(window, 0))
+def _windowed(window: int) -> Prepare:
+    return lambda q, k, v, causal: lambda: fa3.flash_attn_func(q, k, v, causal=causal, window_size=(window, 0))
 
 
 def _in_a_row(device: torch.device, call: Call, count: int) -> float:
@@ -132,16 +135,17 @@ def _in_a_row(device: torch.device, call: Call, count: int) -> float:
 
 
 def describe(rows: list[dict[str, Any]]) -> str:
-    """One line: the shape, and the times of all implementations."""
-    first = rows[0]
-    shape = OddShape(**{name: first[name] for name in OddShape.__dataclass_fields__})
+    """One line: the shape, the times of all implementations, with the host's after the slash, and fa3's lead."""
+    shape = OddShape(**{field.name: rows[0][field.name] for field in fields(OddShape)})
     times = "  ".join(f"{row['impl']} {row['gpu_us']:.1f}/{row['call_us']:.1f}" for row in rows)
+    ours = next((row for row in rows if row["impl"] == "fa3"), None)
     peers = [row for row in rows if row["impl"] != "fa3"]
-    lead = ""
-    if peers and first["impl"] == "fa3":
+    lead = share = ""
+    if ours is not None and peers:
         lead = (
-            f"  best peer / fa3: {min(row['gpu_us'] for row in peers) / first['gpu_us']:.3f} of the GPU's time, "
-            f"{min(row['call_us'] for row in peers) / first['call_us']:.3f} with the host"
+            f"  best peer / fa3: {min(row['gpu_us'] for row in peers) / ours['gpu_us']:.3f} of the GPU's time, "
+            f"{min(row['call_us'] for row in peers) / ours['call_us']:.3f} with the host"
         )
-    share = f"  {first['of_ideal_share']:.3f} of the ideal share" if "of_ideal_share" in first else ""
+    if ours is not None and "of_ideal_share" in ours:
+        share = f"  {ours['of_ideal_share']:.3f} of the ideal share"
     return f"{shape}: {times} us{lead}{share}"
