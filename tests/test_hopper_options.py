@@ -302,8 +302,11 @@ def test_lengths_beyond_what_the_kernel_counts_are_refused(kernel):
         call(1, 2**31)
     # Positions of a window are sums of both lengths.
     call(1, hopper.MAX_SEQLEN)
-    with pytest.raises(ValueError, match=rf"seqlen_q=2, seqlen_k={hopper.MAX_SEQLEN}: with a window .* together"):
+    with pytest.raises(ValueError, match=rf"seqlen_q=2, seqlen_k={hopper.MAX_SEQLEN}, .*: with a window .* in all"):
         call(2, hopper.MAX_SEQLEN, window_left=5)
+    # The end of a chunk may lie a whole chunk behind the last key.
+    with pytest.raises(ValueError, match="attention_chunk=1500000000: with a window or chunks"):
+        call(1, 2 * 10**9, attention_chunk=15 * 10**8)
 
 
 # Given specs ------------------------------------------------------------------------------------------------------
