@@ -58,20 +58,24 @@ class TestBench:
     def test_utilisation_is_one_at_the_rate_of_the_chip(self):
         assert roofline.utilisation(132 * 4096 * 1.5e9 / 1e12, 132, 1500) == pytest.approx(1.0)
 
-    def test_rounds_alternate_between_implementations(self, monkeypatch):
+    def test_each_round_goes_over_all_implementations_in_another_order(self):
         order = []
 
         def entrant(name):
             impl = peers.Impl(name, "1", lambda q, k, v, causal: lambda: None)
             return measure.Entrant(impl, [lambda: order.append(name)], 1e9)
 
+        names = ["fa3", "official", "fa2"]
         cell = measure.make_cell(64, False, 128, 128, 64)
         cpu = torch.device("cpu")
         rows = measure.measure_cell(
-            [entrant("fa3"), entrant("fa2")], cell, "bf16", cpu, timing.Sensors(cpu), burst_rounds=3, steady_rounds=0
+            [entrant(name) for name in names], cell, "bf16", cpu, timing.Sensors(cpu), burst_rounds=8, steady_rounds=0
         )
-        assert order == ["fa3", "fa2"] * 3
-        assert [entry["impl"] for entry in rows] == ["fa3", "fa2"]
+        taken = [tuple(order[first : first + 3]) for first in range(0, len(order), 3)]
+        assert len(taken) == 8
+        assert all(sorted(each) == sorted(names) for each in taken)
+        assert len(set(taken)) > 3
+        assert [entry["impl"] for entry in rows] == names
 
     def test_a_steady_run_lasts_and_counts_only_what_came_after_settling(self, monkeypatch):
         monkeypatch.setattr(timing, "SETTLE_SECONDS", 0.05)

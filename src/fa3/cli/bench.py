@@ -1,7 +1,8 @@
 """Speed of attention on this machine: fa3 beside every peer that is installed, interleaved in one run.
 
 After a warm-up of one second each cell is measured twice: in short bursts (the card is cool and its clock high) and
-in steady state (the card sits at its power limit). Rounds go A B C A B C, so that a drift of the clock hits all alike.
+in steady state (the card sits at its power limit). Each round goes over all of
+them in another order, so that a drift of the clock, and what a neighbour leaves of the power, hit all alike.
 The figures are medians; inputs rotate so that the L2 cache does not keep them from call to call.
 """
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import fa3
 from fa3.cli.peers import Call, Impl
 from fa3.cli.roofline import attention_flops
-from fa3.cli.timing import Sample, Sensors, burst, burst_calls, host_us, median, steady, synchronize
+from fa3.cli.timing import Sample, Sensors, burst, burst_calls, host_us, median, rounds, steady, synchronize
 from fa3.spec import ForwardSpec
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -170,7 +170,8 @@ def measure_cell(
     """Rows of one cell: a burst row for each entrant, and a steady row too when ``steady_rounds`` is not 0."""
     rows: list[Row] = []
     bursts: list[list[Sample]] = [[] for _ in entrants]
-    for _, (index, entrant) in itertools.product(range(burst_rounds), enumerate(entrants)):
+    for index in rounds(burst_rounds, len(entrants)):
+        entrant = entrants[index]
         with entrant.impl.context():
             bursts[index].append(burst(device, entrant.calls, burst_calls(entrant.ms), sensors))
     rows += [
@@ -179,7 +180,8 @@ def measure_cell(
     if not steady_rounds:
         return rows
     runs: list[list[Sample]] = [[] for _ in entrants]
-    for _, (index, entrant) in itertools.product(range(steady_rounds), enumerate(entrants)):
+    for index in rounds(steady_rounds, len(entrants)):
+        entrant = entrants[index]
         with entrant.impl.context():
             runs[index].append(steady(device, entrant.calls, entrant.ms, STEADY_SECONDS, sensors))
     rows += [

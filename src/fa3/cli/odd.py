@@ -18,7 +18,7 @@ import torch
 import fa3
 from fa3.cli.measure import enter
 from fa3.cli.peers import Call, Impl, Prepare
-from fa3.cli.timing import burst, burst_calls, synchronize
+from fa3.cli.timing import burst, burst_calls, rounds, synchronize
 from fa3.options import Options
 from fa3.plan import flops, visible_pairs
 from fa3.problem import check_forward
@@ -93,12 +93,12 @@ def measure_odd(
         entrants = enter([(impl, None) for impl in found], shape, [(q, k, v)], device, notes)
         gpu: list[list[float]] = [[] for _ in entrants]
         host: list[list[float]] = [[] for _ in entrants]
-        for _ in range(ROUNDS):
-            for index, entrant in enumerate(entrants):
-                count = burst_calls(entrant.ms)
-                with entrant.impl.context():
-                    gpu[index].append(burst(device, entrant.calls, count).ms * 1e3)
-                    host[index].append(_in_a_row(device, entrant.calls[0], count if shape.s > 4096 else CALLS))
+        for index in rounds(ROUNDS, len(entrants)):
+            entrant = entrants[index]
+            count = burst_calls(entrant.ms)
+            with entrant.impl.context():
+                gpu[index].append(burst(device, entrant.calls, count).ms * 1e3)
+                host[index].append(_in_a_row(device, entrant.calls[0], count if shape.s > 4096 else CALLS))
         rows: list[dict[str, Any]] = []
         for index, entrant in enumerate(entrants):
             gpu_us = statistics.median(gpu[index])

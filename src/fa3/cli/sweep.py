@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fa3.cli.timing import Sample, Sensors, burst, burst_calls, median
+from fa3.cli.timing import Sample, Sensors, burst, burst_calls, median, rounds
 from fa3.options import Options
 from fa3.plan import make_spec
 from fa3.problem import DTYPE_NAMES
@@ -84,9 +84,10 @@ def sweep(
             for name, call in calls.items():
                 burst(device, [call], 2)
                 counts[name] = burst_calls(burst(device, [call], 3).ms)
-            for _ in range(ROUNDS):
-                for name, call in calls.items():
-                    samples[name].append(burst(device, [call], counts[name], sensors))
+            names = list(calls)
+            for index in rounds(ROUNDS, len(names)):
+                name = names[index]
+                samples[name].append(burst(device, [calls[name]], counts[name], sensors))
         yield {**asdict(shape), "dtype": DTYPE_NAMES[dtype], **_ranked(samples)}
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +124,16 @@ def burst(device: torch.device, calls: Sequence[Call], count: int, sensors: Sens
     clock = None if sensors is None else sensors.clock_mhz()  # read while the queue is still running
     stop.synchronize()
     return Sample(start.elapsed_time(stop) / count, clock)
+
+
+def rounds(count: int, things: int) -> Iterator[int]:
+    """Indices of ``things`` in ``count`` rounds, each round in another order.
+
+    A call draws power that the one after it then lacks: nobody may always come after the same neighbour.
+    """
+    chance = random.Random(0)
+    for _ in range(count):
+        yield from chance.sample(range(things), things)
 
 
 def burst_calls(ms: float) -> int:
