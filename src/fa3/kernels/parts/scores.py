@@ -66,11 +66,11 @@ def modify(
     aux: tuple,
 ):
     """Replace each score s by ``score_mod(factor * s, ...)``; arguments as `fa3.kernels.parts.mask.Mask.hide`."""
-    for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-        row = scores[r, None]
-        for c in cutlass.range_constexpr(cute.size(row)):
-            key = first_key + Int32(column_in_tile(c))
-            row[c] = Float32(score_mod(row[c] * factor, batch, heads[r], queries[r], key, aux))
+    # Both rows of a column in turn: what a modification reads by its key is then used at once, and not kept.
+    for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        key = first_key + Int32(column_in_tile(c))
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            scores[r, c] = Float32(score_mod(scores[r, c] * factor, batch, heads[r], queries[r], key, aux))
 
 
 @cute.jit
@@ -84,8 +84,8 @@ def hide(
     aux: tuple,
 ):
     """Set scores to -inf where ``mask_mod`` says no."""
-    for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-        row = scores[r, None]
-        for c in cutlass.range_constexpr(cute.size(row)):
-            key = first_key + Int32(column_in_tile(c))
-            row[c] = row[c] if Boolean(mask_mod(batch, heads[r], queries[r], key, aux)) else -Float32.inf
+    for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        key = first_key + Int32(column_in_tile(c))
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            seen = Boolean(mask_mod(batch, heads[r], queries[r], key, aux))
+            scores[r, c] = scores[r, c] if seen else -Float32.inf
