@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -192,3 +193,17 @@ def test_calls_with_a_spec_and_without_are_remembered_apart(kernel):
         hopper.forward_with_spec(other, q, k, v)
     assert kernel.specs == [planned, other]
     assert [call["spec"] for call in kernel.calls] == [planned, other] * 2
+
+
+def test_a_call_is_planned_again_when_the_file_of_a_modification_has_changed(kernel, tmp_path, monkeypatch):
+    file = tmp_path / "callers_own_mods.py"
+    file.write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    q, k, v = tensors()
+    own = ScoreMod("callers_own_mods:f", lambda score, *_: score)
+    forward(q, k, v, score_mod=own)
+    forward(q, k, v, score_mod=own)
+    assert len(kernel.specs) == 1
+    os.utime(file, ns=(1, 1))
+    forward(q, k, v, score_mod=own)
+    assert len(kernel.specs) == 2

@@ -1,6 +1,7 @@
 """Options of the public function: what reaches a backend, values and gradients both ways, and refusals."""
 
 from contextlib import nullcontext
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -307,3 +308,14 @@ def test_meta_tensors_with_options_have_shapes(qkv):
     out = fa3.flash_attn_func(q, k, v, sink=sink, qv=qv, attention_chunk=3)
     out.sum().backward()
     assert [x.grad.shape for x in (q, k, v, sink, qv)] == [x.shape for x in (q, k, v, sink, qv)]
+
+
+@pytest.mark.parametrize(
+    ("softcap", "message"),
+    [(10**400, "too large for a float"), (Fraction(10**400, 3), "too large"), (Fraction(1, 10**400), "too small")],
+    ids=["int", "fraction", "tiny"],
+)
+def test_a_softcap_that_is_no_float_is_refused_by_name(softcap, message):
+    q = torch.randn(1, 4, 2, 64)
+    with pytest.raises(ValueError, match=f"softcap is {message}"):
+        fa3.flash_attn_func(q, q, q, softcap=softcap)

@@ -9,6 +9,7 @@ import math
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -317,3 +318,15 @@ def test_cute_twins_say_exactly_what_pytorch_twins_say(name):
         expected = mod.torch(*cases.unbind(1), *mod.aux)
         assert found.tolist() == expected.int().tolist()
         assert 0 < expected.sum() < count, "both answers are asked for"
+
+
+@pytest.mark.parametrize("heads", [4.0, True, "4"])
+def test_slopes_are_made_for_a_number_of_heads_that_is_an_int(heads):
+    with pytest.raises(TypeError, match=r"heads=.*: must be an int"):
+        mods.alibi_slopes(heads)
+    assert torch.equal(mods.alibi_slopes(np.int64(4)), mods.alibi_slopes(4))
+
+
+def test_a_document_mask_is_causal_or_not():
+    with pytest.raises(TypeError, match="causal=1: must be True or False"):
+        mods.document(torch.zeros(1, 4, dtype=torch.int32), causal=1)

@@ -490,3 +490,9 @@ def test_bytes_moved_are_those_of_every_tensor_once(dtype, element, return_lse, 
 
 def test_planning_touches_no_gpu_and_no_tensor():
     assert "torch" not in vars(planning)
+
+
+def test_more_packed_rows_than_the_kernel_counts_are_not_packed():
+    problem = problem_of(seqlen_q=3 * 10**8, heads_q=8, heads_kv=1, pack_gqa=True)
+    assert not plan(problem, H200).spec.pack_gqa
+    assert plan(replace(problem, seqlen_q=1000), H200).spec.pack_gqa

@@ -407,3 +407,9 @@ def test_bounds_and_kinds_of_masks_hide_what_the_call_asked_to_hide(seqlen_q, se
         assert expected.all()
     if problem.mask == "causal":
         assert torch.equal(expected, visible_keys(seqlen_q, seqlen_k, causal=True))
+
+
+def test_a_scale_that_overflows_over_the_softcap_is_refused():
+    q = torch.zeros(1, 4, 2, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"softmax_scale=8.0, softcap=1.2e-38: .* finite in float32"):
+        check_forward(q, q, q, 8.0, options=Options(softcap=1.2e-38))

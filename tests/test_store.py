@@ -476,3 +476,17 @@ def test_facts_are_plain_json_beside_the_code(store: Store) -> None:
     path = store.put(SPEC, artifact())
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["facts.json", "kernel.so"]
     assert json.loads(path.with_name("facts.json").read_text()) == artifact().facts
+
+
+def test_a_modification_that_has_changed_is_loaded_anew(
+    store: Store, modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = modified(score_mod="callers_mask:f")
+    facts = {**artifact().facts, "name": spec.name, "spec": spec.as_dict()}
+    monkeypatch.setattr(store, "_open", lambda path, *_: path)
+    store.put(spec, Artifact(b"code", facts))
+    first = store.load(spec)
+    assert store.load(spec) is first
+    (modules / "callers_mask.py").write_text("# changed")
+    store.put(spec, Artifact(b"code", facts))
+    assert store.load(spec) != first

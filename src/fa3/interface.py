@@ -77,9 +77,16 @@ def _check_options(causal: bool, given: dict[str, Any]) -> tuple[bool, Options |
     softcap = given["softcap"]
     if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
         raise TypeError(f"{named('softcap', softcap)}: must be a float, not {type(softcap).__name__}")
+    try:
+        cap = float(softcap)
+    except OverflowError:
+        # An int or a fraction. Its digits could fill pages.
+        raise ValueError("softcap is too large for a float: must be finite and at least 0 (none)") from None
     # Comparisons and no math.isfinite: torch.compile may trace the number as a symbol.
-    if not 0.0 <= softcap < math.inf:  # type: ignore[operator]
+    if not 0.0 <= cap < math.inf:
         raise ValueError(f"{named('softcap', softcap)}: must be finite and at least 0 (none)")
+    if cap == 0.0 and softcap != 0:
+        raise ValueError("softcap is too small for a float: must be 0 (none), or a positive float")
     splits = given["num_splits"]
     if _check_int("num_splits", splits, 0, "0 (automatic) and 1") > 1:
         raise NotImplementedError(f"{named('num_splits', splits)} is not built yet: allowed are 0 and 1")
@@ -97,7 +104,7 @@ def _check_options(causal: bool, given: dict[str, Any]) -> tuple[bool, Options |
         window_left=left,
         window_right=-1 if causal else right,
         attention_chunk=_check_int("attention_chunk", given["attention_chunk"], 0, "0 (none) and up"),
-        softcap=float(softcap),
+        softcap=cap,
         sink=given["sink"] if given["s_aux"] is None else given["s_aux"],
         qv=given["qv"],
         pack_gqa=given["pack_gqa"],

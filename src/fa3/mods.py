@@ -11,6 +11,7 @@ and keys behind the last one, and forgets the answer: a twin that reads a tensor
 
 from __future__ import annotations
 
+import numbers
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -275,10 +276,15 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
     other one of the next higher.
 
     Raises:
+        TypeError: ``heads`` is no int.
         ValueError: ``heads`` is below 1.
     """
+    given: object = heads
+    if isinstance(given, bool) or not isinstance(given, numbers.Integral):
+        raise TypeError(f"heads={given!r}: must be an int, not {type(given).__name__}")
     if heads < 1:
         raise ValueError(f"heads={heads}: allowed are 1 and up")
+    heads = int(heads)
     lower = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * (i + 1) / lower) for i in range(lower)]
     slopes += [2.0 ** (-4 * (2 * i + 1) / lower) for i in range(heads - lower)]
@@ -328,6 +334,8 @@ def document(document_ids: Tensor, causal: bool = False) -> MaskMod:
         TypeError, ValueError: ``document_ids`` has another dtype or shape, or is not contiguous.
     """
     _check_dims(_DOCUMENT, document_ids, torch.int32)
+    if causal is not True and causal is not False:
+        raise TypeError(f"causal={causal!r}: must be True or False, not {type(causal).__name__}")
     if causal:
         return MaskMod(_DOCUMENT_CAUSAL, _document_causal, (document_ids,))
     return MaskMod(_DOCUMENT, _document, (document_ids,))

@@ -103,6 +103,9 @@ class Plan:
     bytes_moved: int
 
 
+#: Rows of one head of tiles that the kernel can count: without packing the backend limits the queries themselves.
+MAX_PACKED_ROWS = 2**31 - 256
+
 #: Widest output of one launch; a wider one is computed in several, a part of the columns each.
 MAX_COLUMNS = 256
 
@@ -162,6 +165,7 @@ def computes(spec: ForwardSpec, problem: Problem) -> bool:
         and spec.mask in masks
         and spec.softcap == (problem.softcap > 0.0)
         and spec.qv == problem.qv
+        and not (spec.pack_gqa and problem.seqlen_q * problem.group_size > MAX_PACKED_ROWS)
         and (spec.score_mod, spec.score_aux) == (problem.score_mod, ",".join(problem.score_aux))
         and (spec.mask_mod, spec.mask_aux) == (problem.mask_mod, ",".join(problem.mask_aux))
     )
@@ -190,11 +194,17 @@ def kernel_of(problem: Problem, device: DeviceFacts) -> tuple[TileChoice, Forwar
     modified = bool(problem.score_mod or problem.mask_mod)
     usual = usual_tiles(problem)
     candidates = [(usual, spec(usual))]
-    if problem.pack_gqa and problem.group_size > 1 and not modified and not problem.qv:
+    may_pack = (
+        problem.group_size > 1
+        and not modified
+        and not problem.qv
+        and problem.seqlen_q * problem.group_size <= MAX_PACKED_ROWS
+    )
+    if problem.pack_gqa and may_pack:
         candidates = [(choice, spec(choice, True)) for choice in PACKED[kind]]
     elif tile_count(problem, candidates[0][1]) < SMALL_GRID * available(problem, device):
         others = [(choice, spec(choice)) for choice in SMALL[kind]]
-        if problem.pack_gqa is None and problem.group_size > 1 and not modified and not problem.qv:
+        if problem.pack_gqa is None and may_pack:
             others += [(choice, spec(choice, True)) for choice in PACKED[kind]]
         # Only kernels that everybody has: nobody waits for a compilation to gain some microseconds.
         candidates += [other for other in others if other[1] in _everybodys()]

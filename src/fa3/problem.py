@@ -142,6 +142,11 @@ class Problem:
                 f"softcap={self.softcap}: must be 0 (none) or from {_MIN_SOFTCAP_FLOAT32:.2g} to "
                 f"{_MAX_SCALE_FLOAT32:.2g}, since {self.dtype} inputs are computed in float32"
             )
+        if self.dtype != "fp64" and self.softcap and self.softmax_scale / self.softcap > _MAX_SCALE_FLOAT32:
+            raise ValueError(
+                f"softmax_scale={self.softmax_scale}, softcap={self.softcap}: the first over the second must be finite "
+                "in float32"
+            )
         if self.block_sparse and (self.causal or (self.window_left, self.window_right, self.attention_chunk) != _OPEN):
             raise ValueError(
                 "block_mask goes with no causal, window_size or attention_chunk: it was made for its mask_mod alone; "

@@ -10,6 +10,9 @@ not, is copied, since TMA cannot read it; so is a sink that is neither float32 n
 from __future__ import annotations
 
 import ctypes
+import functools
+import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -138,6 +141,24 @@ def _key(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: b
     )  # fmt: skip
 
 
+def _file_stamp(cute: str) -> int | None:
+    """When the file of a caller's own modification was last written: a reload may have brought another kernel."""
+    if cute.startswith("fa3."):
+        return None
+    path = _file_of(cute.partition(":")[0])
+    return None if path is None else os.stat(path).st_mtime_ns
+
+
+@functools.cache
+def _file_of(module: str) -> str | None:
+    """File of a module that can be found here; the store complains about one that cannot."""
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return found.origin if found is not None and found.origin is not None and os.path.isfile(found.origin) else None
+
+
 def _options_key(options: Options) -> tuple[Any, ...]:
     """The same of the options."""
     block_mask = options.block_mask
@@ -149,7 +170,7 @@ def _options_key(options: Options) -> tuple[Any, ...]:
         tensors += [block_mask.counts, block_mask.indices]
     return (
         *options[:4], options.pack_gqa, options.sm_margin,
-        *[mod and (mod.cute, len(mod.aux)) for mod in mods],
+        *[mod and (mod.cute, len(mod.aux), _file_stamp(mod.cute)) for mod in mods],
         block_mask and (block_mask.seqlen_q, block_mask.seqlen_k),
         *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors],
     )  # fmt: skip

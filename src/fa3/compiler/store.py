@@ -77,6 +77,12 @@ def module_hash(module: str) -> str:
     return hashlib.sha256(Path(found.origin).read_bytes()).hexdigest()
 
 
+def _foreign_mods(fields: dict[str, Any]) -> list[str]:
+    """Names of the modifications of a spec whose sources are the caller's."""
+    mods = [name for field in ("score_mod", "mask_mod") if (name := fields.get(field))]
+    return [name for name in mods if not name.startswith(_OWN_MODS)]
+
+
 class Store:
     """Stacked folders of artifacts, first hit wins; the first one that is ours and writable takes new ones.
 
@@ -117,8 +123,7 @@ class Store:
         """64 hex digits: SHA-256 over the spec, the sources that decide its code, and the target."""
         fields = spec.as_dict()
         identity = {"spec": fields, "sources": sources_hash(), "target": self.target.as_dict()}
-        mods = [name for field in ("score_mod", "mask_mod") if (name := fields.get(field))]
-        foreign = {name: module_hash(name.partition(":")[0]) for name in mods if not name.startswith(_OWN_MODS)}
+        foreign = {name: module_hash(name.partition(":")[0]) for name in _foreign_mods(fields)}
         if foreign:
             identity["mods"] = foreign
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
@@ -144,22 +149,24 @@ class Store:
             CompileError: it is not there and cannot be compiled here; the message names the remedy.
             StoreError: a folder cannot be used, or the runtime library is missing.
         """
-        function = self._loaded.get(spec)
+        # The file of a caller's own modification may have changed since: then it is another kernel.
+        known = self.key(spec) if _foreign_mods(spec.as_dict()) else spec
+        function = self._loaded.get(known)
         if function is not None:
             return function
         with self._lock:
             lock = self._spec_locks.setdefault(spec, threading.Lock())
         # A lock for each spec: a thread that finds its artifact does not wait for another's compilation.
         with lock:
-            if spec not in self._loaded:
+            if known not in self._loaded:
                 found = self._find(spec)
                 if found is None:
                     self._compile(spec)
                     found = self._find(spec)
                     if found is None:
                         raise StoreError(f"{spec.name}: compiled, but broken when read back from {self.folders}")
-                self._loaded[spec] = self._open(*found)
-            return self._loaded[spec]
+                self._loaded[known] = self._open(*found)
+            return self._loaded[known]
 
     def put(self, spec: Spec, artifact: Artifact) -> Path:
         """Write an artifact and return the path of its shared object. Replaces a broken one.
