@@ -288,7 +288,7 @@ class ForwardKernel(Producer, Epilogue):
             storage.v.get_tensor(v_smem.outer, swizzle=v_smem.inner),
             out_storage.get_tensor(out_smem.outer, swizzle=out_smem.inner),
             storage.qv.get_tensor(qv_smem.outer, swizzle=qv_smem.inner) if const_expr(spec.qv) else None,
-            # The same bytes as v: with 128 bytes of columns to a row of the swizzle, both orders agree.
+            # The same bytes as v: the columns of a key lie along a row of the swizzle in both, so both orders agree.
             storage.v.get_tensor(v_keys_smem.outer, swizzle=v_keys_smem.inner) if const_expr(spec.qv) else None,
         )
         extras = extras._replace(
