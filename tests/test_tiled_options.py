@@ -462,3 +462,12 @@ def test_no_intermediate_has_the_size_of_the_score_matrix():
         tiled.backward(out, lse, q, k, v, out, lse, None, True, options)
         tiled.forward(q, k, v, None, True, True, mods)
     assert largest <= max(tiled._TILE_SCORES_CPU, seqlen * 16) < seqlen * seqlen / 30
+
+
+def test_a_twin_that_answers_another_shape_is_named():
+    q = torch.randn(1, 5, 2, 64)
+    bad = ScoreMod("callers.own:wide", lambda score, *_: score.new_zeros(1, 1, 1, 40))
+    wrong = r"twin of 'callers.own:wide' returned shape \(1, 1, 1, 40\): must broadcast to .* = \(1, 2, 5, 5\)"
+    for function in (fa3.flash_attn_func, fa3.reference):
+        with pytest.raises(ValueError, match=wrong):
+            function(q, q, q, score_mod=bad)

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from fa3.mods import BLOCK, CUT, EMPTY, WHOLE, BlockMask, MaskMod, check_sizes
+from fa3.mods import BLOCK, CUT, EMPTY, WHOLE, BlockMask, MaskMod, check_answer, check_sizes
 
 #: (query, key) pairs that are looked at together: a PyTorch twin may make several int64 tensors of so many elements.
 _PAIRS_PER_STEP = 1 << 24
@@ -105,13 +105,7 @@ def _evaluate(mask_mod: MaskMod, index: list[Tensor]) -> Tensor:
     if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
         kind = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
         raise TypeError(f"the PyTorch twin of mask_mod {mask_mod.cute!r} returned {kind}: must be a bool tensor")
-    try:
-        visible.expand(shape)
-    except RuntimeError:
-        raise ValueError(
-            f"the PyTorch twin of mask_mod {mask_mod.cute!r} returned shape {tuple(visible.shape)}: must broadcast to "
-            f"(batch, heads, queries, keys) = {tuple(shape)}"
-        ) from None
+    check_answer(mask_mod, visible, shape)
     # A mask that is the same for all sequences and heads is counted once.
     visible = visible[(None,) * (4 - visible.dim())]
     return visible.expand(*visible.shape[:2], *shape[2:])

@@ -341,6 +341,22 @@ def document(document_ids: Tensor, causal: bool = False) -> MaskMod:
     return MaskMod(_DOCUMENT, _document, (document_ids,))
 
 
+def check_answer(mod: ScoreMod | MaskMod, answer: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The answer of a PyTorch twin, if it broadcasts to ``shape``, (batch, heads, queries, keys).
+
+    Raises:
+        ValueError: it does not.
+    """
+    try:
+        answer.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"the PyTorch twin of {mod.cute!r} returned shape {tuple(answer.shape)}: must broadcast to "
+            f"(batch, heads, queries, keys) = {tuple(shape)}"
+        ) from None
+    return answer
+
+
 def check_sizes(mod: ScoreMod | MaskMod, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
     """Check that a ready-made modification has an entry for all that a call of these sizes asks it for.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa3.mods import MaskMod, ScoreMod, check_sizes
+from fa3.mods import MaskMod, ScoreMod, check_answer, check_sizes
 from fa3.problem import check_bool, check_softmax_scale, check_tensors
 
 #: Score elements (8 bytes each, a few of them alive at once) computed in one step.
@@ -42,14 +42,14 @@ def visible_keys(
     return visible
 
 
-def _twin(mod: ScoreMod | MaskMod, *arguments: Tensor) -> Tensor:
-    """What the PyTorch twin of a modification answers, its own tensors in float64 too."""
+def _twin(mod: ScoreMod | MaskMod, shape: tuple[int, ...], *arguments: Tensor) -> Tensor:
+    """What the PyTorch twin of a modification answers for scores of a shape, its own tensors in float64 too."""
     answer = mod.torch(*arguments, *(x.double() if x.is_floating_point() else x for x in mod.aux))
     if not isinstance(answer, Tensor) or (answer.dtype is torch.bool) is not isinstance(mod, MaskMod):
         answered = answer.dtype if isinstance(answer, Tensor) else type(answer).__name__
         wanted = "a bool tensor" if isinstance(mod, MaskMod) else "a tensor of scores"
         raise TypeError(f"the PyTorch twin of {mod.cute} answered {answered}: must be {wanted}")
-    return answer
+    return check_answer(mod, answer, shape)
 
 
 def _attend(
@@ -76,9 +76,9 @@ def _attend(
     if softcap > 0.0:
         scores = softcap * torch.tanh(scores / softcap)
     if score_mod is not None:
-        scores = _twin(score_mod, scores[None], *index).double().expand(1, *scores.shape)[0]
+        scores = _twin(score_mod, (1, *scores.shape), scores[None], *index).double().expand(1, *scores.shape)[0]
     if mask_mod is not None:
-        visible = visible & _twin(mask_mod, *index).expand(1, *scores.shape)[0]
+        visible = visible & _twin(mask_mod, (1, *scores.shape), *index).expand(1, *scores.shape)[0]
     scores = scores.masked_fill(~visible, -torch.inf)
     logits = scores
     if sink is not None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fa3.mods import BLOCK, BlockMask, MaskMod, ScoreMod
+from fa3.mods import BLOCK, BlockMask, MaskMod, ScoreMod, check_answer
 from fa3.options import Options
 from fa3.problem import Problem, check_forward
 
@@ -117,7 +117,7 @@ def _scores(q_tile: Tensor, k_tile: Tensor, softcap: float) -> Tensor:
     return scores.view(batch, heads_kv, group, rows, k_tile.shape[2])
 
 
-def _ask_twin(mod: ScoreMod | MaskMod, dtype: torch.dtype, *arguments: Tensor) -> Tensor:
+def _ask_twin(mod: ScoreMod | MaskMod, dtype: torch.dtype, shape: torch.Size, *arguments: Tensor) -> Tensor:
     """What the PyTorch twin of a modification answers; the floats that it reads are in the dtype of the arithmetic."""
     answer = mod.torch(*arguments, *(x.to(dtype) if x.is_floating_point() else x for x in mod.aux))
     wanted = "scores of a float dtype" if isinstance(mod, ScoreMod) else "a bool tensor"
@@ -130,7 +130,7 @@ def _ask_twin(mod: ScoreMod | MaskMod, dtype: torch.dtype, *arguments: Tensor) -
             f"the PyTorch twin of {mod.cute} reads a tensor that requires a gradient, and flash_attn_func has none "
             "through modifications: call it under torch.no_grad()"
         )
-    return answer
+    return check_answer(mod, answer, shape)
 
 
 def _modify(scores: Tensor, options: Options, batch: int, row: int, key: int) -> Tensor:
@@ -145,9 +145,9 @@ def _modify(scores: Tensor, options: Options, batch: int, row: int, key: int) ->
     ]
     if options.score_mod is not None:
         # Into our own memory: the answer may be a view of something that is not to be written.
-        by_head.copy_(_ask_twin(options.score_mod, scores.dtype, by_head, *index))
+        by_head.copy_(_ask_twin(options.score_mod, scores.dtype, by_head.shape, by_head, *index))
     if mask_mod is not None:
-        by_head.masked_fill_(~_ask_twin(mask_mod, scores.dtype, *index), -torch.inf)
+        by_head.masked_fill_(~_ask_twin(mask_mod, scores.dtype, by_head.shape, *index), -torch.inf)
     return scores
 
 
