@@ -408,15 +408,17 @@ def _forward() -> Iterator[ForwardSpec]:
                     yield make_spec(dtype, kind, mask, choice, pack_gqa=True)
 
 
+_ALIBI = {"score_mod": "fa3.kernels.mods:alibi", "score_aux": "f1"}
+
+
 def _features() -> Iterator[ForwardSpec]:
     """Of each option that changes the machine code, and of some together; others are compiled when first asked for."""
-    alibi = {"score_mod": "fa3.kernels.mods:alibi", "score_aux": "f1"}
     bias = {"score_mod": "fa3.kernels.mods:relative_bias", "score_aux": "f2"}
     prefix = {"mask_mod": "fa3.kernels.mods:prefix_lm", "mask_aux": "i1"}
     document = {"mask_mod": "fa3.kernels.mods:document_causal", "mask_aux": "i2"}
     for kind, mask in (*(((128, 128), mask) for mask in TILES[128, 128]), ((256, 256), "full")):
         yield make_spec("bf16", kind, mask, MODIFIED[kind], softcap=True)
-    yield make_spec("bf16", 128, "causal", MODIFIED[128, 128], **alibi)
+    yield make_spec("bf16", 128, "causal", MODIFIED[128, 128], **_ALIBI)
     for kind in ((64, 64), (128, 128), (256, 256)):
         yield make_spec("bf16", kind, "blocks", MODIFIED[kind], **document)
     yield make_spec("bf16", 128, "full", MODIFIED[128, 128], **bias, **prefix)
@@ -427,11 +429,10 @@ def _features() -> Iterator[ForwardSpec]:
 
 def _tests() -> Iterator[ForwardSpec]:
     """More of the features: at every usual head dim, under every mask."""
-    alibi = {"score_mod": "fa3.kernels.mods:alibi", "score_aux": "f1"}
     for kind in ((64, 64), (256, 256)):
         for mask in TILES[kind]:
             yield make_spec("bf16", kind, mask, MODIFIED[kind], softcap=True)
-        yield make_spec("bf16", kind, "causal", MODIFIED[kind], **alibi)
+        yield make_spec("bf16", kind, "causal", MODIFIED[kind], **_ALIBI)
     for kind, mask in itertools.product(((64, 64), (128, 128), (64, 256)), ("full", "causal")):
         yield make_spec("bf16", kind, mask, QV[kind], qv=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -86,34 +86,36 @@ TILES: dict[tuple[int, int], dict[str, Rows]] = {
 
 _FEW = "few tiles: smaller ones fill the card"
 
+#: Tile class -> tiles of one warpgroup.
+_SMALLEST: dict[tuple[int, int], TileChoice] = {
+    (64, 64): TileChoice(64, 128, 4, _FEW, 0.59),
+    (96, 96): TileChoice(64, 128, 3, _FEW, 0.55),
+    (128, 128): TileChoice(64, 128, 3, _FEW, 0.54),
+    (64, 256): TileChoice(64, 64, 2, _FEW, 0.64),
+    (192, 128): TileChoice(64, 128, 2, _FEW, 0.51),
+    (192, 192): TileChoice(64, 64, 2, _FEW, 0.69),
+    (256, 256): TileChoice(64, 64, 2, _FEW, 0.7),
+}
+
 #: Tile class -> other tiles, tried where the usual ones make few rounds.
 SMALL: dict[tuple[int, int], tuple[TileChoice, ...]] = {
     (64, 64): (
         _D64_FOUR,
         _D64_THREE,
         TileChoice(128, 128, 3, _FEW, 0.86),
-        TileChoice(64, 128, 4, _FEW, 0.59),
+        _SMALLEST[64, 64],
     ),
     (96, 96): (TileChoice(128, 128, 3, _FEW, 0.74),),
-    (128, 128): (TileChoice(128, 128, 2, _FEW, 0.73), TileChoice(64, 128, 3, _FEW, 0.54)),
+    (128, 128): (TileChoice(128, 128, 2, _FEW, 0.73), _SMALLEST[128, 128]),
     (64, 256): (),
-    (192, 128): (TileChoice(128, 128, 2, _FEW, 0.67), TileChoice(64, 128, 2, _FEW, 0.51)),
+    (192, 128): (TileChoice(128, 128, 2, _FEW, 0.67), _SMALLEST[192, 128]),
     (192, 192): (),
-    (256, 256): (TileChoice(64, 64, 2, _FEW, 0.7),),
+    (256, 256): (_SMALLEST[256, 256],),
 }
 
 #: Tile class -> tiles in which the query heads of a group are packed.
 PACKED: dict[tuple[int, int], tuple[TileChoice, ...]] = {
-    kind: (TileChoice(64, tile_n, stages, "few rows: one warpgroup has them all", cost),)
-    for kind, (tile_n, stages, cost) in {
-        (64, 64): (128, 4, 0.59),
-        (96, 96): (128, 3, 0.55),
-        (128, 128): (128, 3, 0.54),
-        (64, 256): (64, 2, 0.64),
-        (192, 128): (128, 2, 0.51),
-        (192, 192): (64, 2, 0.69),
-        (256, 256): (64, 2, 0.7),
-    }.items()
+    kind: (replace(choice, reason="few rows: one warpgroup has them all"),) for kind, choice in _SMALLEST.items()
 }
 
 #: Tile class -> tiles for caps, modifications and block masks: two warpgroups, which have registers to spare.

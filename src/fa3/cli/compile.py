@@ -13,8 +13,7 @@ from fa3.compiler.build import Outcome, compile_many
 from fa3.compiler.store import Store, default_store
 from fa3.compiler.target import target_for
 from fa3.errors import FA3Error
-
-PRESETS = ("smoke", "forward", "features", "schedule", "all", "tests", "sweep")
+from fa3.plan import PRESETS, shipped_specs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +43,6 @@ def store_of(args: argparse.Namespace) -> Store:
 
 def run(args: argparse.Namespace) -> int:
     """Compile; 0 if every spec of the preset is in the store afterwards, else 1."""
-    from fa3.plan import shipped_specs
-
     if args.jobs < 1:
         print(f"fa3 compile: --jobs {args.jobs}: must be at least 1", file=sys.stderr)
         return 2

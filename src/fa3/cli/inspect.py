@@ -10,9 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fa3.cli.compile import PRESETS, add_store_arguments, store_of
+from fa3.cli.compile import add_store_arguments, store_of
 from fa3.compiler import inspect
 from fa3.errors import CompileError, FA3Error
+from fa3.plan import PRESETS, shipped_specs
 from fa3.spec import spec_from_dict
 
 if TYPE_CHECKING:
@@ -95,8 +96,6 @@ def _artifacts(args: argparse.Namespace) -> Iterator[tuple[str, ForwardSpec | No
         else:
             yield spec.name, spec, path
         return
-    from fa3.plan import shipped_specs
-
     specs = shipped_specs("all" if args.artifact else args.preset or "forward")
     if args.artifact:
         specs = tuple(spec for spec in specs if spec.name == args.artifact)

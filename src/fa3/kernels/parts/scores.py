@@ -22,11 +22,6 @@ def find_mod(name: str) -> Callable[..., Any] | None:
     return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
 
 
-def aux_numbers(codes: str) -> int:
-    """How many numbers describe the tensors of ``codes``: an address and the sizes of each."""
-    return sum(1 + int(code[1:]) for code in codes.split(",") if code)
-
-
 def make_aux(codes: str, numbers: tuple) -> tuple[cute.Tensor, ...]:
     """Row-major tensors in global memory from their codes and numbers."""
     tensors = []
