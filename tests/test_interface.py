@@ -260,18 +260,6 @@ def test_without_grad_mode_nothing_is_recorded(qkv, guard):
     assert not out.requires_grad
 
 
-@pytest.mark.parametrize("name", ["hopper", "sdpa"])
-@pytest.mark.parametrize("which", [0, 1, 2])
-@pytest.mark.parametrize("return_lse", [False, True])
-def test_a_backend_without_gradients_refuses_in_place_of_detaching(qkv, monkeypatch, name, which, return_lse):
-    monkeypatch.setattr(backends, "for_device", lambda device: name)
-    monkeypatch.setattr(backends, "forced", lambda: name)
-    inputs = [x.half() for x in qkv]
-    inputs[which].requires_grad_()
-    with pytest.raises(NotImplementedError, match=rf"no gradient on the {name} backend.*no_grad.*FA3_BACKEND=tiled"):
-        fa3.flash_attn_func(*inputs, return_lse=return_lse)
-
-
 def test_what_sdpa_leaves_to_tiled_has_gradients(qkv, monkeypatch):
     monkeypatch.setattr(backends, "for_device", lambda device: "sdpa")
     q, k, v = (x.requires_grad_() for x in qkv)

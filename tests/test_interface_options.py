@@ -13,12 +13,20 @@ import fa3
 from fa3 import backends, interface
 from fa3.backends import tiled
 from fa3.block_masks import create_block_mask
-from fa3.mods import MaskMod, alibi, alibi_slopes, document
+from fa3.mods import MaskMod, ScoreMod, alibi, alibi_slopes, document
 from fa3.options import Options
 
 
 def own_parity(batch, head, q_index, kv_index):
     return (kv_index + q_index) % 2 == 0
+
+
+def second(score, batch, head, q_index, kv_index, one, other):
+    return score * other.sum()
+
+
+def first(batch, head, q_index, kv_index, one, other):
+    return kv_index >= 0 * one.sum()
 
 
 ALIBI = alibi(alibi_slopes(4))
@@ -104,6 +112,7 @@ def calls(monkeypatch):
         ({"pack_gqa": False}, False, Options(pack_gqa=False)),
         ({"pack_gqa": True, "window_size": (-1, 0)}, True, Options(pack_gqa=True)),
         ({"sm_margin": 8}, False, Options(sm_margin=8)),
+        ({"deterministic": True}, False, Options(deterministic=True)),
         ({"sink": SINK}, False, Options(sink=SINK)),
         ({"s_aux": SINK}, False, Options(sink=SINK)),
         ({"qv": QV}, False, Options(qv=QV)),
@@ -124,7 +133,7 @@ def test_the_backend_is_handed_what_was_asked_for(qkv, calls, given, causal, opt
         {"window_size": (-1, 0)},
         {"window_size": [-1, 9], "causal": True},
         {"causal": True, "softcap": 0, "attention_chunk": np.int32(0), "sm_margin": np.int64(0)},
-        {"causal": True, "num_splits": 0, "deterministic": True, "qv": None, "s_aux": None, "block_mask": None},
+        {"causal": True, "num_splits": 0, "deterministic": False, "qv": None, "s_aux": None, "block_mask": None},
     ],
     ids=str,
 )
@@ -189,33 +198,29 @@ def test_options_that_do_not_fit_are_named_either_way(qkv, given, error, words, 
         fa3.flash_attn_func(*qkv, **given)
 
 
-@pytest.mark.parametrize("name", ["tiled", "sdpa", "hopper"])
-@pytest.mark.parametrize(
-    "given", [{"score_mod": ALIBI}, {"mask_mod": PARITY}, {"block_mask": BLOCKS}], ids=lambda given: next(iter(given))
-)
-def test_gradients_with_modifications_are_refused_on_every_backend(qkv, monkeypatch, name, given):
-    monkeypatch.setattr(backends, "for_device", lambda device: name)
-    qkv[1].requires_grad_()
-    with pytest.raises(NotImplementedError, match=r"no gradient with score_mod, mask_mod or block_mask.*no_grad"):
-        fa3.flash_attn_func(*qkv, **given)
-
-
-def test_a_gradient_of_what_a_modification_reads_is_refused(qkv):
-    slopes = alibi_slopes(4).requires_grad_()
-    with pytest.raises(NotImplementedError, match="no gradient with score_mod"):
-        fa3.flash_attn_func(*qkv, score_mod=alibi(slopes))
+@pytest.mark.parametrize("wants", ["score_mod", "mask_mod"])
+@pytest.mark.parametrize("others_want", [False, True])
+def test_a_gradient_of_what_a_modification_reads_is_refused_by_name(qkv, wants, others_want):
+    read = torch.ones(4), torch.randn(3, requires_grad=True)
+    mod = {
+        "score_mod": lambda: ScoreMod("interface_mods:second", second, read),
+        "mask_mod": lambda: MaskMod("interface_mods:first", first, read[::-1]),
+    }[wants]()
+    qkv[0].requires_grad_(others_want)
+    name = {"score_mod": r"score_mod\.aux\[1\]", "mask_mod": r"mask_mod\.aux\[0\]"}[wants]
+    with pytest.raises(NotImplementedError, match=rf"^{name} requires a gradient.*detach it.*no_grad"):
+        fa3.flash_attn_func(*qkv, **{wants: mod})
     with torch.no_grad():
-        assert torch.equal(
-            fa3.flash_attn_func(*qkv, score_mod=alibi(slopes)), fa3.flash_attn_func(*qkv, score_mod=ALIBI)
-        )
+        fa3.flash_attn_func(*qkv, **{wants: mod})
 
 
-@pytest.mark.parametrize("name", ["sink", "qv"])
-def test_a_backend_without_gradients_refuses_them_of_options_too(qkv, monkeypatch, name):
-    monkeypatch.setattr(backends, "for_device", lambda device: "hopper")
-    value = {"sink": SINK, "qv": QV}[name].clone().requires_grad_()
-    with pytest.raises(NotImplementedError, match=r"no gradient on the hopper backend.*FA3_BACKEND=tiled"):
-        fa3.flash_attn_func(*qkv, **{name: value})
+@pytest.mark.parametrize("others_want", [False, True])
+def test_a_gradient_of_what_a_closure_carries_is_refused(qkv, others_want):
+    slope = torch.ones((), requires_grad=True)
+    mod = ScoreMod(f"interface_mods:sloped_{others_want}", lambda score, *index: score * slope)
+    qkv[0].requires_grad_(others_want)
+    with pytest.raises(NotImplementedError, match=r"sloped_.* reads a tensor that requires a gradient.*detach it"):
+        fa3.flash_attn_func(*qkv, score_mod=mod)
 
 
 # Gradients ----------------------------------------------------------------------------------------------------------
@@ -267,6 +272,34 @@ def loss(attend):
 
 def oracle(q, k, v, **options):
     return fa3.reference(q, k, v, **options)[0]
+
+
+@pytest.mark.parametrize(
+    "given", [{"score_mod": ALIBI, "mask_mod": PARITY}, {"block_mask": BLOCKS}], ids=["mods", "blocks"]
+)
+def test_torch_func_grad_is_the_gradient_through_modifications(qkv, given):
+    inputs = [x.double() for x in qkv]
+    dense = {"mask_mod": BLOCKS.mask_mod} if "block_mask" in given else given
+
+    def loss_of(attend, given):
+        return lambda q, k, v: attend(q, k, v, **given).square().sum()
+
+    gradients = torch.func.grad(loss_of(fa3.flash_attn_func, given), (0, 1, 2))(*inputs)
+    torch.testing.assert_close(gradients, torch.func.grad(loss_of(oracle, dense), (0, 1, 2))(*inputs))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_maps_over_gradients_through_a_modification(qkv):
+    slopes = torch.stack([alibi_slopes(4), torch.zeros(4)])
+
+    def gradient(attend):
+        return lambda slopes: torch.func.grad(lambda q: attend(q, *qkv[1:], score_mod=alibi(slopes)).square().sum())(
+            qkv[0]
+        )
+
+    mapped = torch.vmap(gradient(fa3.flash_attn_func))(slopes)
+    for one, own in zip(mapped, slopes, strict=True):
+        torch.testing.assert_close(one.double(), gradient(oracle)(own).double(), rtol=1e-5, atol=1e-5)
 
 
 def test_torch_func_grad_is_the_gradient_by_options_too(qkv):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fa3 import mods
+from fa3 import twins
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "masks.md").read_text(encoding="utf-8")
 
@@ -74,7 +74,8 @@ def _module_of_twins(tmp_path, monkeypatch):
     (tmp_path / f"{name[1]}.py").write_text(TWINS)
     monkeypatch.syspath_prepend(tmp_path)
     # Each run of an example is a program of its own, with PyTorch twins of its own.
-    monkeypatch.setattr(mods, "_twins", dict(mods._twins))
+    for registry in ("_twins", "_derivatives"):
+        monkeypatch.setattr(twins, registry, dict(getattr(twins, registry)))
     yield
     sys.modules.pop(name[1], None)
 

@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa3
-from fa3 import ops
+from fa3 import ops, schemas
 from fa3.block_masks import create_block_mask
 from fa3.mods import MaskMod, alibi, alibi_slopes, document, twin
 from fa3.options import Options
@@ -245,8 +245,8 @@ def options_for(kind, seqlen_q=9, dtype=torch.float64, requires_grad=False):
         "softcap": Options(softcap=2.0),
         "sink": Options(sink=sink),
         "qv": Options(qv=qv),
-        "hints": Options(pack_gqa=True, sm_margin=2),
-        "all with gradients": Options(5, 3, 6, 2.0, sink, qv, False, 1),
+        "hints": Options(pack_gqa=True, sm_margin=2, deterministic=True),
+        "all": Options(5, 3, 6, 2.0, sink, qv, False, 1, True),
         "score_mod": Options(score_mod=alibi(alibi_slopes(4))),
         "mask_mod": Options(mask_mod=parity, softcap=2.0),
         "block_mask": Options(block_mask=create_block_mask(parity, 1, 4, seqlen_q, 11), sink=sink),
@@ -254,14 +254,15 @@ def options_for(kind, seqlen_q=9, dtype=torch.float64, requires_grad=False):
     }[kind]
 
 
-WITH_GRADIENTS = ["window", "chunk", "softcap", "sink", "qv", "hints", "all with gradients"]
-MODIFIED = ["score_mod", "mask_mod", "block_mask", "both mods"]
+KINDS = [
+    "window", "chunk", "softcap", "sink", "qv", "hints", "all", "score_mod", "mask_mod", "block_mask", "both mods",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", WITH_GRADIENTS + MODIFIED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_options_survive_the_way_through_an_operator(kind):
     options = options_for(kind)
-    arguments = ops.flatten(options)
+    arguments = schemas.flatten(options)
     schema = ops.forward_options._schema.arguments[5:]
     # The dispatcher drops defaults at the end, and so may a caller.
     while (
@@ -270,8 +271,8 @@ def test_options_survive_the_way_through_an_operator(kind):
         and (arguments[-1] == schema[len(arguments) - 1].default_value)
     ):
         arguments = arguments[:-1]
-    for again in (ops._unflatten(arguments), ops._unflatten(ops.flatten(options))):
-        assert again[:8] == options[:8]
+    for again in (schemas.unflatten(arguments), schemas.unflatten(schemas.flatten(options))):
+        assert again[:9] == options[:9]
         for mod, expected in ((again.score_mod, options.score_mod), (again.mask_mod, options.mask_mod)):
             assert (mod is None) == (expected is None)
             if mod is not None:
@@ -284,31 +285,40 @@ def test_options_survive_the_way_through_an_operator(kind):
 
 def test_the_schema_has_the_fields_and_defaults_of_options():
     arguments = ops.forward_options._schema.arguments[5:]
-    assert [x.name for x in arguments[:8]] == list(Options._fields[:8])
-    assert [x.default_value for x in arguments[:8]] == list(Options()[:8])
-    assert [x.name for x in ops.backward_options._schema.arguments[9:]] == list(Options._fields[:8])
+    assert [x.name for x in arguments[:9]] == list(Options._fields[:9])
+    assert [x.default_value for x in arguments[:9]] == list(Options()[:9])
+    for operator in (
+        ops.forward_lse_options,
+        ops.backward_options,
+        ops.forward_packed_options,
+        ops.backward_packed_options,
+    ):
+        others = operator._schema.arguments[-len(arguments) :]
+        assert [(x.name, x.default_value) for x in others] == [(x.name, x.default_value) for x in arguments]
 
 
-@pytest.mark.parametrize("kind", WITH_GRADIENTS + MODIFIED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_operators_with_options_pass_opcheck(kind):
-    arguments = (*tensors(), None, kind == "softcap", *ops.flatten(options_for(kind)))
+    arguments = (*tensors(), None, kind == "softcap", *schemas.flatten(options_for(kind)))
     torch.library.opcheck(ops.forward_options, arguments)
     torch.library.opcheck(ops.forward_lse_options, arguments)
 
 
-@pytest.mark.parametrize("kind", WITH_GRADIENTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_operators_with_options_pass_opcheck_with_gradients(kind):
-    options = ops.flatten(options_for(kind, requires_grad=True))
-    torch.library.opcheck(ops.forward_options, (*tensors(requires_grad=True), 0.3, True, *options))
-    torch.library.opcheck(ops.forward_lse_options, (*tensors(requires_grad=True), 0.3, True, *options))
+    options = schemas.flatten(options_for(kind, requires_grad=True))
+    causal = kind != "block_mask"
+    torch.library.opcheck(ops.forward_options, (*tensors(requires_grad=True), 0.3, causal, *options))
+    torch.library.opcheck(ops.forward_lse_options, (*tensors(requires_grad=True), 0.3, causal, *options))
 
 
-@pytest.mark.parametrize("kind", WITH_GRADIENTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_backward_operator_with_options_passes_opcheck(kind):
     q, k, v = tensors()
-    options = ops.flatten(options_for(kind))
-    out, lse = ops.forward_lse_options(q, k, v, None, True, *options)
-    arguments = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, None, True, *options[:8])
+    options = schemas.flatten(options_for(kind))
+    causal = kind != "block_mask"
+    out, lse = ops.forward_lse_options(q, k, v, None, causal, *options)
+    arguments = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, None, causal, *options)
     torch.library.opcheck(ops.backward_options, arguments)
     given = ops.backward_options(*arguments)[3:]
     assert [tuple(x.shape) for x in given] == [(0,) if x is None else tuple(x.shape) for x in (options[4], options[5])]
@@ -353,20 +363,19 @@ def call(options):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("kind", ["window", "all with gradients", "block_mask", "both mods"])
+@pytest.mark.parametrize("kind", ["window", "all", "block_mask", "both mods"])
 def test_torch_compile_needs_no_graph_break_for_options(kind, dynamic):
     torch._dynamo.reset()
-    options = options_for(kind, requires_grad=kind in WITH_GRADIENTS)
+    options = options_for(kind, requires_grad=True)
     attend = call(options)
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    inputs = tensors(requires_grad=kind in WITH_GRADIENTS)
+    inputs = tensors(requires_grad=True)
     results, expected = compiled(*inputs), attend(*inputs)
-    if kind in WITH_GRADIENTS:
-        inputs = [*inputs, *(x for x in (options.sink, options.qv) if x is not None and "all" in kind)]
-        results, expected = (
-            (*both, *torch.autograd.grad(both[0].square().sum() + both[1].sum(), inputs))
-            for both in (results, expected)
-        )
+    inputs = [*inputs, *(x for x in (options.sink, options.qv) if x is not None)]
+    results, expected = (
+        (*both, *torch.autograd.grad(both[0].square().sum() + both[1].logsumexp(-1).sum(), inputs))
+        for both in (results, expected)
+    )
     for one, other in zip(results, expected, strict=True):
         torch.testing.assert_close(one, other)
 

@@ -392,14 +392,6 @@ def test_a_twin_that_reads_a_tensor_with_gradients_is_refused():
         assert torch.equal(fa3.flash_attn_func(q, k, v, score_mod=mod), fa3.flash_attn_func(q, k, v))
 
 
-def test_backward_refuses_modifications():
-    q, k, v = tensors()
-    out, lse = tiled.forward(q, k, v, None, False, True)
-    for options in (Options(score_mod=alibi(alibi_slopes(2))), Options(mask_mod=mask_mod_of("sieve", 1, 9))):
-        with pytest.raises(NotImplementedError, match="no gradient with score_mod, mask_mod or block_mask"):
-            tiled.backward(out, lse, q, k, v, out, lse, None, False, options)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_gradients_of_short_dtypes_with_options_are_those_of_the_oracle(dtype, small_tiles):
     q, k, v = tensors(2, 33, 47, 4, 2, 16, 24, dtype)

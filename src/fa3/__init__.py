@@ -3,7 +3,7 @@
 from fa3 import mods
 from fa3.block_masks import create_block_mask
 from fa3.errors import BackendError, CompileError, FA3Error, StoreError
-from fa3.interface import flash_attn_func
+from fa3.interface import flash_attn_func, flash_attn_qkvpacked_func
 from fa3.mods import BlockMask, MaskMod, ScoreMod
 from fa3.reference import reference
 
@@ -20,6 +20,7 @@ __all__ = [
     "__version__",
     "create_block_mask",
     "flash_attn_func",
+    "flash_attn_qkvpacked_func",
     "mods",
     "reference",
 ]

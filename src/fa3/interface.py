@@ -16,6 +16,7 @@ from fa3.backends import forward_for
 from fa3.mods import BlockMask, MaskMod, ScoreMod
 from fa3.options import Options
 from fa3.problem import check_bool, check_softmax_scale, check_tensors, named
+from fa3.schemas import unpack
 
 _OPEN_WINDOW = (-1, -1)
 _NO_SOFTCAP = 0.0
@@ -109,6 +110,7 @@ def _check_options(causal: bool, given: dict[str, Any]) -> tuple[bool, Options |
         qv=given["qv"],
         pack_gqa=given["pack_gqa"],
         sm_margin=_check_int("sm_margin", given["sm_margin"], 0, "0 and up"),
+        deterministic=given["deterministic"],
         score_mod=given["score_mod"],
         mask_mod=given["mask_mod"],
         block_mask=given["block_mask"],
@@ -121,6 +123,7 @@ def _says_nothing(options: Options) -> bool:
         (options.window_left, options.window_right, options.attention_chunk, options.softcap, options.sm_margin)
         == (-1, -1, 0, 0.0, 0)
         and options.pack_gqa is None
+        and not options.deterministic
         and options.sink is None
         and options.qv is None
         and options.score_mod is None
@@ -198,8 +201,10 @@ def flash_attn_func(
             ``attention_chunk * floor(p / attention_chunk)`` on.
         softcap: if positive, scaled scores s become ``softcap * tanh(s / softcap)``.
         num_splits: 0 or 1; a hint that changes no result.
-        pack_gqa, deterministic, sm_margin: hints; results are deterministic in any case. ``pack_gqa`` says whether
-            query heads that share a K/V head share tiles, ``sm_margin`` how many multiprocessors to leave free.
+        pack_gqa, sm_margin: hints. ``pack_gqa`` says whether query heads that share a K/V head share tiles,
+            ``sm_margin`` how many multiprocessors to leave free.
+        deterministic: gradients are bitwise the same from run to run; on Hopper that costs them time. So they also are
+            if ``torch.use_deterministic_algorithms`` is on when they are computed. out and lse always are.
         return_attn_probs: the older name of ``return_lse``.
         return_lse: return (out, lse) in place of out.
         sink, s_aux: two names of one argument: (heads_q,), fp32, bf16 or fp16 (fp64 too beside fp64), one more logit a
@@ -212,12 +217,18 @@ def flash_attn_func(
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q, contiguous; with ``return_lse`` also lse
         (batch, heads_q, seqlen_q), float32 (float64 for fp64 inputs): the natural log of the sum of exponentials
-        of each row's scores. Both are differentiable where the tiled backend computes, by q, k, v, sink and qv, but
-        not yet with score_mod, mask_mod or block_mask.
+        of each row's scores.
+
+    Both results are differentiable once, by q, k, v, sink and qv, with every option and on every backend; a gradient of
+    lse costs no more than one of out alone. The graph keeps the inputs, out and lse, and the backward recomputes scores
+    a tile at a time, so memory grows linearly with the lengths. A query that sees no key gets and gives gradient 0,
+    whatever it holds, but for that of a sink by its LSE. On Hopper a call for which no backward kernel exists has its
+    gradients computed by the tiled backend, with a warning. Tensors that a modification reads have no gradient.
 
     Raises:
         TypeError, ValueError: an argument is bad; the message says which, what was given and what is allowed.
-        NotImplementedError: an option is not built yet, or a gradient is asked of a backend that has none.
+        NotImplementedError: an option is not built yet, or a gradient is asked for that does not exist: by a tensor
+            that a modification reads, a second one, or one in forward mode.
         FA3Error: the backend cannot run here.
     """
     # Identities: they are cheaper than equality, and true of no array, float or bool that only equals the number.
@@ -234,7 +245,7 @@ def flash_attn_func(
         and (softcap is _NO_SOFTCAP or (type(softcap) is float and softcap == 0.0))
         and (num_splits is _ONE or num_splits is _ZERO)
         and pack_gqa is None
-        and (deterministic is False or deterministic is True)
+        and deterministic is False
         and sm_margin is _ZERO
         and (return_attn_probs is False or return_attn_probs is True)
         and (return_lse is False or return_lse is True)
@@ -304,3 +315,79 @@ def flash_attn_func(
     if softmax_scale is not None:
         check_softmax_scale(softmax_scale)
     return ops.attend(q, k, v, softmax_scale, causal, with_lse, options)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = _OPEN_WINDOW,
+    attention_chunk: int = 0,
+    softcap: float = _NO_SOFTCAP,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    return_lse: bool = False,
+    s_aux: Tensor | None = None,
+    sink: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    block_mask: BlockMask | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`flash_attn_func` of q, k and v that one projection has made: they are read where they lie.
+
+    The gradient of ``qkv`` is written as one tensor, without the sum of three padded ones that slices of ``qkv`` would
+    have.
+
+    Args:
+        qkv: (batch, seqlen, 3, heads, head_dim); or, with num_heads_q, (batch, seqlen, heads_q + 2 * heads_kv,
+            head_dim): the query heads, then those of k, then those of v. The last stride is 1, all others are free.
+        num_heads_q: heads_q of a qkv of 4 dims.
+        All others: as `flash_attn_func` takes them.
+
+    Returns:
+        As `flash_attn_func`.
+
+    Raises:
+        TypeError, ValueError: an argument is bad; the message says which, what was given and what is allowed.
+        NotImplementedError, FA3Error: as `flash_attn_func`.
+    """
+    if num_heads_q is not None:
+        num_heads_q = _check_int("num_heads_q", num_heads_q, 0, "0 and up")
+    q, k, v = unpack(qkv, num_heads_q)
+    if not (_is_grad_enabled() and qkv.requires_grad):
+        return flash_attn_func(
+            q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk,
+            softcap, 1, None, deterministic, sm_margin, return_attn_probs, return_lse, s_aux, sink, score_mod, mask_mod,
+            block_mask,
+        )  # fmt: skip
+    causal, options = _check_options(
+        causal,
+        {
+            "qv": None,
+            "q_descale": q_descale,
+            "k_descale": k_descale,
+            "v_descale": v_descale,
+            "window_size": window_size,
+            "attention_chunk": attention_chunk,
+            "softcap": softcap,
+            "num_splits": 1,
+            "pack_gqa": None,
+            "deterministic": deterministic,
+            "sm_margin": sm_margin,
+            "return_attn_probs": return_attn_probs,
+            "return_lse": return_lse,
+            "s_aux": s_aux,
+            "sink": sink,
+            "score_mod": score_mod,
+            "mask_mod": mask_mod,
+            "block_mask": block_mask,
+        },
+    )
+    if softmax_scale is not None:
+        softmax_scale = check_softmax_scale(softmax_scale)
+    return ops.attend_packed(qkv, num_heads_q, softmax_scale, causal, return_lse or return_attn_probs, options)

@@ -2,7 +2,8 @@
 
 A modification is a pair of twins that say the same: one function in CuTe DSL, compiled into the kernel, and one in
 PyTorch, for every other device. The CuTe twin is named by ``"module:function"`` and imported only to compile, so a
-machine without a compiler can use it.
+machine without a compiler can use it. A score modification may name a third function, its derivative in CuTe DSL; the
+PyTorch twin is differentiated by autograd.
 
 Indices count the queries and keys of a sequence from 0: they are indices, not positions, so with unequal lengths the
 bottom-right alignment of the causal mask is not in them. A kernel works on whole tiles, so it also asks for queries
@@ -12,16 +13,18 @@ and keys behind the last one, and forgets the answer: a twin that reads a tensor
 from __future__ import annotations
 
 import numbers
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import FunctionType, MethodType
 
 import torch
 from torch import Tensor
 
 # Kernels know it too; here it is a word of the public `BlockMask`.
 from fa3.spec import BLOCK as BLOCK
+from fa3.twins import derivative_of as derivative_of
+from fa3.twins import name_of
+from fa3.twins import register as register
+from fa3.twins import twin as twin
 
 #: Tensors that a modification may read.
 MAX_AUX = 2
@@ -40,91 +43,6 @@ _PICTURE_CELLS = 32
 _PICTURE = {EMPTY: "··", CUT: "▒▒", WHOLE: "██"}
 
 
-# Twins ------------------------------------------------------------------------------------------------------------
-
-_twins: dict[str, Callable[..., Tensor]] = {}
-
-
-def register(cute: str, torch: Callable[..., Tensor]) -> None:
-    """Note that ``torch`` is the PyTorch twin of the CuTe DSL function named ``cute``.
-
-    Operators carry the name alone, so a name has one PyTorch twin in a process. Making a modification registers it.
-    A function that its module or notebook defines anew takes the place of the old one.
-
-    Raises:
-        ValueError: another PyTorch twin has this name, or the name is not ``"module:function"``.
-    """
-    known = _twins.setdefault(_check_name(cute), torch)
-    if not _is_same_function(known, torch):
-        raise ValueError(
-            f"cute={cute!r} already has the PyTorch twin {known!r}, and now comes torch={torch!r}: a CuTe DSL function "
-            "has one PyTorch twin; what changes from call to call goes into aux, and another function has another name"
-        )
-    _twins[cute] = torch
-
-
-def twin(cute: str) -> Callable[..., Tensor]:
-    """The PyTorch twin of the CuTe DSL function named ``cute``.
-
-    Raises:
-        ValueError: none is registered.
-    """
-    try:
-        return _twins[cute]
-    except KeyError:
-        raise ValueError(
-            f"cute={cute!r} has no PyTorch twin in this process: make its ScoreMod or MaskMod, or fa3.mods.register it"
-        ) from None
-
-
-def _is_same_function(one: Callable[..., Tensor], other: Callable[..., Tensor]) -> bool:
-    """Whether two objects are one function to whoever wrote it."""
-    if one is other:
-        return True
-    if isinstance(one, MethodType) and isinstance(other, MethodType):
-        return one == other
-    if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)):
-        return False
-    if one.__globals__ is not other.__globals__:
-        return False
-    if one.__qualname__ == other.__qualname__ and one.__name__ == one.__qualname__ != "<lambda>":
-        # A name at the top level of a module, defined anew: a reload, or a cell of a notebook that ran again.
-        return True
-    # A lambda or a nested function is a new object each time that its line runs. It may carry other values with it.
-    carried = (one.__closure__, other.__closure__, one.__defaults__, other.__defaults__, one.__kwdefaults__)
-    return one.__code__ == other.__code__ and not any(carried)
-
-
-def _check_name(cute: str) -> str:
-    module, colon, function = cute.partition(":")
-    if not colon or not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-        raise ValueError(f"cute={cute!r}: must be 'module:function', with a function at the top level of its module")
-    if module == "__main__":
-        raise ValueError(
-            f"cute={cute!r}: kernels are compiled in another process, where __main__ is another program; "
-            "put the function into a module of its own and import it"
-        )
-    return cute
-
-
-def _name_of(function: Callable[..., object]) -> str:
-    """``"module:function"`` of a function at the top level of a module that another process can import."""
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    if not callable(function) or module is None or name is None:
-        raise TypeError(f"cute={function!r}: must be 'module:function' or a function, not {type(function).__name__}")
-    where = "kernels are compiled in another process, which imports it from its file by its name"
-    if not name.isidentifier():
-        # <lambda>, outer.<locals>.inner, Class.method.
-        raise ValueError(f"cute={name} of {module}: must be a named function at the top level of a module; {where}")
-    checked = _check_name(f"{module}:{name}")
-    found = sys.modules.get(module)
-    if found is None or getattr(found, "__file__", None) is None:
-        raise ValueError(f"cute={name} of {module}: that is no module with a file; {where}")
-    if getattr(found, name, None) is not function:
-        raise ValueError(f"cute={name} of {module}: {checked} is another object; {where}")
-    return checked
-
-
 # Modifications ----------------------------------------------------------------------------------------------------
 
 
@@ -137,17 +55,20 @@ class _Modification:
     def __init__(
         self, cute: str | Callable[..., object], torch: Callable[..., Tensor], aux: tuple[Tensor, ...] = ()
     ) -> None:
-        name = _check_name(cute) if isinstance(cute, str) else _name_of(cute)
+        self._set(name_of(cute, "cute"), torch, aux, "")
+
+    def _set(self, cute: str, torch: Callable[..., Tensor], aux: tuple[Tensor, ...], derivative: str) -> None:
         if not callable(torch):
             raise TypeError(f"torch={torch!r}: must be a function, not {type(torch).__name__}")
         _check_aux(aux)
-        register(name, torch)
+        register(cute, torch, derivative)
         # A frozen dataclass lets its fields be set in no other way.
-        object.__setattr__(self, "cute", name)
+        object.__setattr__(self, "cute", cute)
         object.__setattr__(self, "torch", torch)
         object.__setattr__(self, "aux", aux)
 
 
+@dataclass(frozen=True, eq=False, init=False)
 class ScoreMod(_Modification):
     """``score_mod(score, batch, head, q_index, kv_index, *aux) -> score``, applied to the scaled score.
 
@@ -157,20 +78,39 @@ class ScoreMod(_Modification):
             stands at the top level of a module with a file: kernels are compiled in another process.
         torch: the PyTorch twin: takes (score, batch, head, q_index, kv_index, *aux), tensors that broadcast
             against each other, and returns the new scores.
-        aux: tensors that both read: at most two, float32 or int32, contiguous, of 1 to 3 dims, on q's device.
+        aux: tensors that both read: at most two, float32 or int32, contiguous, of 1 to 3 dims, on q's device. No
+            gradient comes back to them.
+        derivative: ``"module:function"`` of a CuTe DSL function that takes (grad: Float32, score: Float32, batch,
+            head, q_index, kv_index: Int32, aux: tuple of cute.Tensor) and returns a Float32: the gradient of the score
+            before the modification, given ``grad``, that of the score after it, and ``score``, the one before. The
+            function itself may be given here too. Empty: the one that ``cute`` was given before, if any; with none the
+            Hopper kernels have no gradient, and the tiled backend computes it by autograd of the PyTorch twin.
 
     Raises:
-        TypeError: ``torch`` is no function, ``cute`` neither a name nor a function, ``aux`` no tuple of float32 and
-            int32 tensors.
-        ValueError: ``cute`` cannot be imported elsewhere or has another PyTorch twin, or ``aux`` has too many tensors
-            or dims or is not contiguous.
+        TypeError: ``torch`` is no function, ``cute`` or ``derivative`` neither a name nor a function, ``aux`` no tuple
+            of float32 and int32 tensors.
+        ValueError: ``cute`` or ``derivative`` cannot be imported elsewhere, ``cute`` has another PyTorch twin or
+            derivative, or ``aux`` has too many tensors or dims or is not contiguous.
     """
+
+    derivative: str = ""
+
+    def __init__(
+        self,
+        cute: str | Callable[..., object],
+        torch: Callable[..., Tensor],
+        aux: tuple[Tensor, ...] = (),
+        derivative: str | Callable[..., object] = "",
+    ) -> None:
+        name = name_of(cute, "cute")
+        self._set(name, torch, aux, "" if derivative == "" else name_of(derivative, "derivative"))
+        object.__setattr__(self, "derivative", derivative_of(name))
 
 
 class MaskMod(_Modification):
     """``mask_mod(batch, head, q_index, kv_index, *aux) -> bool``: whether the query sees the key.
 
-    Attributes and errors: as `ScoreMod`, without the score; the CuTe DSL twin returns a Boolean.
+    Attributes and errors: as `ScoreMod`, without the score and the derivative; the CuTe DSL twin returns a Boolean.
     """
 
 
@@ -222,13 +162,14 @@ def _document_causal(batch: Tensor, head: Tensor, q_index: Tensor, kv_index: Ten
 
 _ALIBI = "fa3.kernels.mods:alibi"
 _RELATIVE_BIAS = "fa3.kernels.mods:relative_bias"
+_ADDITIVE = "fa3.kernels.mods:additive"
 _PREFIX_LM = "fa3.kernels.mods:prefix_lm"
 _DOCUMENT = "fa3.kernels.mods:document"
 _DOCUMENT_CAUSAL = "fa3.kernels.mods:document_causal"
 
 # A program that comes from another process may call them before anything here has made them.
-register(_ALIBI, _alibi)
-register(_RELATIVE_BIAS, _relative_bias)
+register(_ALIBI, _alibi, _ADDITIVE)
+register(_RELATIVE_BIAS, _relative_bias, _ADDITIVE)
 register(_PREFIX_LM, _prefix_lm)
 register(_DOCUMENT, _document)
 register(_DOCUMENT_CAUSAL, _document_causal)

@@ -1,7 +1,7 @@
 """The operators ``fa3::forward``, ``fa3::forward_lse`` and ``fa3::backward``, for torch.compile and autograd.
 
 Each has one kernel for every device (it asks `fa3.backends` who computes), a fake for tracing, and an autograd
-kernel. Gradients exist where the tiled backend computes; elsewhere asking for one raises, nothing is detached.
+kernel. Each comes a second time for q, k and v that are packed into one tensor, whose gradient is then one tensor too.
 
 Each has an overload ``options`` for the calls that are not plain: defaults would do as well, but the dispatcher would
 take its time over them in every plain call. The same functions stand behind both.
@@ -12,6 +12,7 @@ as much as two launches.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,34 +23,26 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from fa3 import backends
-from fa3.backends import sdpa, tiled
-from fa3.mods import MAX_AUX, BlockMask, MaskMod, ScoreMod, twin
+from fa3.backends import tiled
 from fa3.options import Options
 from fa3.problem import check_forward, check_kinds
+from fa3.schemas import AUX, OPTIONS, QV, SINK, flatten, unflatten, unpack
 
 _library = torch.library.Library("fa3", "DEF")
-_ARGUMENTS = "Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal"
-_GRADIENTS = (
-    "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float? softmax_scale, bool causal"
-)
-# Those with which gradients are known come first.
-_GRADIENT_OPTIONS = (
-    "int window_left=-1, int window_right=-1, int attention_chunk=0, float softcap=0.0, Tensor? sink=None, "
-    "Tensor? qv=None, bool? pack_gqa=None, int sm_margin=0"
-)
-# A modification is the name of its CuTe DSL twin, by which `fa3.mods.twin` finds the one in PyTorch, and at most two
-# tensors. They are no list, since vmap knows no lists.
-_OPTIONS = (
-    f"{_GRADIENT_OPTIONS}, str score_mod='', Tensor? score_aux0=None, Tensor? score_aux1=None, str mask_mod='', "
-    "Tensor? mask_aux0=None, Tensor? mask_aux1=None, Tensor? block_counts=None, Tensor? block_indices=None, "
-    "int block_seqlen_q=0, int block_seqlen_k=0"
-)
-_library.define(f"forward({_ARGUMENTS}) -> Tensor")
-_library.define(f"forward.options({_ARGUMENTS}, {_OPTIONS}) -> Tensor")
-_library.define(f"forward_lse({_ARGUMENTS}) -> (Tensor, Tensor)")
-_library.define(f"forward_lse.options({_ARGUMENTS}, {_OPTIONS}) -> (Tensor, Tensor)")
-_library.define(f"backward({_GRADIENTS}) -> (Tensor, Tensor, Tensor)")
-_library.define(f"backward.options({_GRADIENTS}, {_GRADIENT_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+for _packing, _inputs, _gradients in (
+    ("", "Tensor q, Tensor k, Tensor v", "Tensor, Tensor, Tensor"),
+    ("_packed", "Tensor qkv, int? num_heads_q", "Tensor"),
+):
+    _forward_arguments = f"{_inputs}, float? softmax_scale, bool causal"
+    _backward_arguments = (
+        f"Tensor dout, Tensor? dlse, {_inputs}, Tensor out, Tensor lse, float? softmax_scale, bool causal"
+    )
+    _library.define(f"forward{_packing}({_forward_arguments}) -> Tensor")
+    _library.define(f"forward{_packing}.options({_forward_arguments}, {OPTIONS}) -> Tensor")
+    _library.define(f"forward_lse{_packing}({_forward_arguments}) -> (Tensor, Tensor)")
+    _library.define(f"forward_lse{_packing}.options({_forward_arguments}, {OPTIONS}) -> (Tensor, Tensor)")
+    _library.define(f"backward{_packing}({_backward_arguments}) -> ({_gradients})")
+    _library.define(f"backward{_packing}.options({_backward_arguments}, {OPTIONS}) -> ({_gradients}, Tensor, Tensor)")
 
 #: (q, k, v, softmax_scale, causal) -> out; shapes and errors as `fa3.flash_attn_func`.
 forward = torch.ops.fa3.forward.default
@@ -61,13 +54,17 @@ forward_lse = torch.ops.fa3.forward_lse.default
 forward_lse_options = torch.ops.fa3.forward_lse.options
 #: (dout, dlse or None, q, k, v, out, lse, softmax_scale, causal) -> (dq, dk, dv); see `fa3.backends.tiled.backward`.
 backward = torch.ops.fa3.backward.default
-#: The same and the first eight options -> (dq, dk, dv, dsink, dqv), the last two of shape (0,) where the call had no
-#: such input.
+#: The same and the options -> (dq, dk, dv, dsink, dqv), the last two of shape (0,) where the call had no such input.
 backward_options = torch.ops.fa3.backward.options
 
-#: How many options `backward_options` takes, and where a tensor among them may require a gradient.
-_GRADIENT_OPTION_COUNT = 8
-_SINK, _QV = 4, 5
+# Of packed tensors, with qkv and num_heads_q in place of q, k and v, as `unpack` takes them, and dqkv in place of dq,
+# dk and dv.
+forward_packed = torch.ops.fa3.forward_packed.default
+forward_packed_options = torch.ops.fa3.forward_packed.options
+forward_lse_packed = torch.ops.fa3.forward_lse_packed.default
+forward_lse_packed_options = torch.ops.fa3.forward_lse_packed.options
+backward_packed = torch.ops.fa3.backward_packed.default
+backward_packed_options = torch.ops.fa3.backward_packed.options
 
 
 def attend(
@@ -87,52 +84,20 @@ def attend(
     return operator(q, k, v, softmax_scale, causal, *flatten(options))
 
 
-def flatten(options: Options) -> tuple[Any, ...]:
-    """Options as the arguments of an operator that follow ``causal``."""
-    block_mask = options.block_mask
-    blocks: tuple[Any, ...] = ()
-    if block_mask is not None:
-        blocks = (block_mask.counts, block_mask.indices, block_mask.seqlen_q, block_mask.seqlen_k)
-    mask_mod = options.mask_mod if block_mask is None else block_mask.mask_mod
-    return (*options[:_GRADIENT_OPTION_COUNT], *_flatten_mod(options.score_mod), *_flatten_mod(mask_mod), *blocks)
-
-
-def _flatten_mod(mod: ScoreMod | MaskMod | None) -> tuple[Any, ...]:
-    return ("", None, None) if mod is None else (mod.cute, *mod.aux, *(None,) * (MAX_AUX - len(mod.aux)))
-
-
-def _unflatten(arguments: tuple[Any, ...]) -> Options | None:
-    """The options that `flatten` wrote, less those at the end that have their defaults: the dispatcher drops them."""
-    if not arguments:
-        return None
-    common, rest = arguments[:_GRADIENT_OPTION_COUNT], arguments[_GRADIENT_OPTION_COUNT:]
-    score_mod, mask_mod, block_mask = _unflatten_mods(*rest)
-    return Options(*common)._replace(score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
-
-
-def _unflatten_mods(
-    score_mod: str = "",
-    score_aux0: Tensor | None = None,
-    score_aux1: Tensor | None = None,
-    mask_mod: str = "",
-    mask_aux0: Tensor | None = None,
-    mask_aux1: Tensor | None = None,
-    block_counts: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    block_seqlen_q: int = 0,
-    block_seqlen_k: int = 0,
-) -> tuple[ScoreMod | None, MaskMod | None, BlockMask | None]:
-    score_aux, mask_aux = (
-        tuple(tensor for tensor in pair if tensor is not None)
-        for pair in ((score_aux0, score_aux1), (mask_aux0, mask_aux1))
-    )
-    score = ScoreMod(score_mod, twin(score_mod), score_aux) if score_mod else None
-    mask = MaskMod(mask_mod, twin(mask_mod), mask_aux) if mask_mod else None
-    if block_counts is None:
-        return score, mask, None
-    # A block mask complains about what is missing.
-    blocks = BlockMask(mask, block_seqlen_q, block_seqlen_k, block_counts, block_indices)  # type: ignore[arg-type]
-    return score, None, blocks
+def attend_packed(
+    qkv: Tensor,
+    num_heads_q: int | None,
+    softmax_scale: float | None,
+    causal: bool,
+    return_lse: bool,
+    options: Options | None,
+) -> Any:
+    """The same of packed tensors, which `unpack` can take apart."""
+    if options is None:
+        operator = forward_lse_packed if return_lse else forward_packed
+        return operator(qkv, num_heads_q, softmax_scale, causal)
+    operator = forward_lse_packed_options if return_lse else forward_packed_options
+    return operator(qkv, num_heads_q, softmax_scale, causal, *flatten(options))
 
 
 # Kernels, for every device ----------------------------------------------------------------------------------------
@@ -159,11 +124,11 @@ def _call_backend(
 ) -> tuple[Tensor, Tensor | None]:
     compute = backends.forward_for(q)
     if options:
-        return compute(q, k, v, softmax_scale, causal, return_lse, _unflatten(options))
+        return compute(q, k, v, softmax_scale, causal, return_lse, unflatten(options))
     return compute(q, k, v, softmax_scale, causal, return_lse)
 
 
-def _backward(
+def _call_backward(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -173,32 +138,67 @@ def _backward(
     lse: Tensor,
     softmax_scale: float | None,
     causal: bool,
+    *arguments: Any,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor | None, ...]:
+    options = unflatten(arguments)
+    # Whoever walks the graph may want determinism, not only who made it.
+    if torch.are_deterministic_algorithms_enabled():
+        options = (options or Options())._replace(deterministic=True)
+    compute = backends.backward_for(q, k, v, softmax_scale, causal, options)
+    return compute(dout, dlse, q, k, v, out, lse, softmax_scale, causal, options, into)
+
+
+def _present(tensors: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
+    """An operator may return no ``None``: an empty tensor stands for it."""
+    return tuple(like.new_empty(0) if tensor is None else tensor for tensor in tensors)
+
+
+def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
+    return _call_backward(*arguments)[:3]
+
+
+def _backward_options(dout: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _present(_call_backward(dout, *rest), dout)
+
+
+def _forward_packed(qkv: Tensor, num_heads_q: int | None, *rest: Any) -> Tensor:
+    return _forward(*unpack(qkv, num_heads_q), *rest)
+
+
+def _forward_lse_packed(qkv: Tensor, num_heads_q: int | None, *rest: Any) -> tuple[Tensor, Tensor | None]:
+    return _forward_lse(*unpack(qkv, num_heads_q), *rest)
+
+
+def _backward_packed_options(
+    dout: Tensor, dlse: Tensor | None, qkv: Tensor, num_heads_q: int | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    # Only tiled makes graphs that come back here, so only tiled answers.
-    return tiled.backward(dout, dlse, q, k, v, out, lse, softmax_scale, causal)[:3]
+    dqkv = qkv.new_empty(qkv.shape)
+    # Nothing is put together afterwards: the backend writes each gradient where it belongs.
+    into = unpack(dqkv, num_heads_q)
+    _, _, _, *others = _call_backward(dout, dlse, *unpack(qkv, num_heads_q), *rest, into=into)
+    return dqkv, *_present(tuple(others), dout)
 
 
-def _backward_options(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    *options: Any,
-) -> tuple[Tensor, ...]:
-    gradients = tiled.backward(dout, dlse, q, k, v, out, lse, softmax_scale, causal, _unflatten(options))
-    return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
+def _backward_packed(*arguments: Any) -> Tensor:
+    return _backward_packed_options(*arguments)[0]
 
 
-for _overload in ("", ".options"):
-    _library.impl(f"forward{_overload}", _forward, "CompositeExplicitAutograd")
-    _library.impl(f"forward_lse{_overload}", _forward_lse, "CompositeExplicitAutograd")
-_library.impl("backward", _backward, "CompositeExplicitAutograd")
-_library.impl("backward.options", _backward_options, "CompositeExplicitAutograd")
+for _name, _kernel in (
+    ("forward", _forward),
+    ("forward.options", _forward),
+    ("forward_lse", _forward_lse),
+    ("forward_lse.options", _forward_lse),
+    ("backward", _backward),
+    ("backward.options", _backward_options),
+    ("forward_packed", _forward_packed),
+    ("forward_packed.options", _forward_packed),
+    ("forward_lse_packed", _forward_lse_packed),
+    ("forward_lse_packed.options", _forward_lse_packed),
+    ("backward_packed", _backward_packed),
+    ("backward_packed.options", _backward_packed_options),
+):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
 
 
 # Fakes: shapes and dtypes without the numbers -----------------------------------------------------------------------
@@ -208,7 +208,7 @@ def _check_fakes(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, arguments: tuple[Any, ...]
 ) -> None:
     """Errors as the kernels raise them. Sizes that are symbols wait for the kernel: a check here would guard them."""
-    options = _unflatten(arguments)
+    options = unflatten(arguments)
     check_kinds(q, k, v, options)
     tensors = (q, k, v, *(x for x in arguments if isinstance(x, Tensor)))
     numbers = (softmax_scale, *arguments, *(number for x in tensors for number in (*x.shape, *x.stride())))
@@ -251,43 +251,63 @@ def _fake_backward(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def _fake_sink_and_qv(q: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    sink, qv, *_ = *options[SINK : QV + 1], None, None
+    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (sink, qv))
+
+
 @torch.library.register_fake("fa3::backward.options", lib=_library)
-def _fake_backward_options(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+def _fake_backward_options(dout: Tensor, dlse: Tensor | None, q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return *_fake_backward(dout, dlse, q, *rest), *_fake_sink_and_qv(q, rest[6:])
+
+
+@torch.library.register_fake("fa3::forward_packed", lib=_library)
+@torch.library.register_fake("fa3::forward_packed.options", lib=_library)
+def _fake_forward_packed(qkv: Tensor, num_heads_q: int | None, *rest: Any) -> Tensor:
+    return _fake_forward(*unpack(qkv, num_heads_q), *rest)
+
+
+@torch.library.register_fake("fa3::forward_lse_packed", lib=_library)
+@torch.library.register_fake("fa3::forward_lse_packed.options", lib=_library)
+def _fake_forward_lse_packed(qkv: Tensor, num_heads_q: int | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _fake_forward_lse(*unpack(qkv, num_heads_q), *rest)
+
+
+@torch.library.register_fake("fa3::backward_packed", lib=_library)
+def _fake_backward_packed(
+    dout: Tensor, dlse: Tensor | None, qkv: Tensor, num_heads_q: int | None, *rest: Any
+) -> Tensor:
+    _fake_backward(dout, dlse, *unpack(qkv, num_heads_q), *rest)
+    return qkv.new_empty(qkv.shape)
+
+
+@torch.library.register_fake("fa3::backward_packed.options", lib=_library)
+def _fake_backward_packed_options(
+    dout: Tensor, dlse: Tensor | None, qkv: Tensor, num_heads_q: int | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    gradients = _fake_backward(dout, dlse, q, k, v, out, lse, *rest)
-    optional = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in _sink_and_qv(rest[2:]))
-    return *gradients, *optional
+    dqkv = _fake_backward_packed(dout, dlse, qkv, num_heads_q, *rest)
+    return dqkv, *_fake_sink_and_qv(qkv, rest[4:])
 
 
 # Autograd -----------------------------------------------------------------------------------------------------------
 
 
-def _sink_and_qv(options: tuple[Any, ...]) -> tuple[Tensor | None, Tensor | None]:
-    sink, qv, *_ = *options[_SINK : _QV + 1], None, None
-    return sink, qv
+@dataclass(frozen=True)
+class _Pair:
+    """A forward operator that returns the LSE, the operator of its gradients, and how many arguments are its inputs."""
+
+    forward: Any
+    backward: Any
+    inputs: int
 
 
-def _require_gradient(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, *arguments: Any
-) -> None:
-    """Raise ``NotImplementedError`` where the backend of this call has no backward, or no backend has one."""
-    options = _unflatten(arguments)
-    if options is not None and (options.score_mod or options.mask_mod or options.block_mask):
-        raise NotImplementedError(
-            "flash_attn_func has no gradient with score_mod, mask_mod or block_mask yet, and an input requires one: "
-            "call it under torch.no_grad() or torch.inference_mode()"
-        )
-    name = backends.for_device(q.device)
-    if name == "sdpa" and backends.forced() is None:
-        # FlashAttention-2 leaves some problems to tiled, and those do have gradients.
-        problem = check_forward(q, k, v, softmax_scale, causal, options=options)
-        name = "tiled" if sdpa.why_not(problem) is not None else name
-    if name != "tiled":
-        raise NotImplementedError(
-            f"flash_attn_func has no gradient on the {name} backend yet, and an input requires one: call it under "
-            "torch.no_grad() or torch.inference_mode(), or set FA3_BACKEND=tiled, which is slower and differentiable"
-        )
+def _refuse_gradients_of_modifications(options: tuple[Any, ...]) -> None:
+    for place, name in AUX.items():
+        if place < len(options) and isinstance(options[place], Tensor) and options[place].requires_grad:
+            raise NotImplementedError(
+                f"{name} requires a gradient, and flash_attn_func has none for what modifications read: "
+                "detach it, or call it under torch.no_grad()"
+            )
 
 
 def _apply(function: Any, *arguments: Any) -> Any:
@@ -312,47 +332,43 @@ def _redispatch(operator: Any, keyset: torch._C.DispatchKeySet, *arguments: Any)
         return _below_autograd(operator, keyset, *arguments)
 
 
+#: Stands for a tensor, which autograd keeps.
+_KEPT = object()
+
+
 class _Attention(_SingleLevelFunction):
-    """Calls an operator below autograd, and answers with `backward` when gradients come back."""
+    """Calls an operator below autograd, and answers with its gradients when some come back."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        keyset: torch._C.DispatchKeySet,
-        return_lse: bool,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        softmax_scale: float | None,
-        causal: bool,
-        *options: Any,
-    ) -> Any:
-        operator = forward_lse_options if options else forward_lse
-        out, lse = _redispatch(operator, keyset, q, k, v, softmax_scale, causal, *options)
-        ctx.save_for_backward(q, k, v, out, lse, *_sink_and_qv(options))
-        ctx.softmax_scale = softmax_scale
-        ctx.causal = causal
-        # Tensors are kept by autograd alone.
-        ctx.options = [None if isinstance(x, Tensor) else x for x in options]
+    def forward(ctx: Any, keyset: torch._C.DispatchKeySet, pair: _Pair, return_lse: bool, *arguments: Any) -> Any:
+        out, lse = _redispatch(pair.forward, keyset, *arguments)
+        ctx.save_for_backward(out, lse, *(x for x in arguments if isinstance(x, Tensor)))
+        ctx.pair = pair
+        ctx.arguments = [_KEPT if isinstance(x, Tensor) else x for x in arguments]
         ctx.set_materialize_grads(False)
         return (out, lse) if return_lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *sink_and_qv = ctx.saved_tensors
-        options = list(ctx.options)
-        # Before q, k and v come two arguments, after them two.
-        answer: list[Tensor | None] = [None] * (7 + len(options))
+        # Three arguments come before those of the operator.
+        answer: list[Tensor | None] = [None] * (3 + len(ctx.arguments))
         if dout is None and dlse is None:
             return tuple(answer)
+        out, lse, *kept = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        options[_SINK : _QV + 1] = sink_and_qv[: len(options[_SINK : _QV + 1])]
-        operator = backward_options if options else backward
-        gradients = operator(dout, dlse, q, k, v, out, lse, ctx.softmax_scale, ctx.causal, *options)
-        for place, gradient in zip((2, 3, 4, 7 + _SINK, 7 + _QV), gradients, strict=False):
-            if place < len(answer) and ctx.needs_input_grad[place]:
-                answer[place] = gradient
+        tensors = iter(kept)
+        arguments = [next(tensors) if x is _KEPT else x for x in ctx.arguments]
+        inputs, rest = arguments[: ctx.pair.inputs], arguments[ctx.pair.inputs :]
+        gradients = ctx.pair.backward(dout, dlse, *inputs, out, lse, *rest)
+        if isinstance(gradients, Tensor):
+            gradients = (gradients,)
+        # The options follow the scale and the causal flag.
+        first = len(inputs) + 2
+        places = [*(i for i, x in enumerate(inputs) if isinstance(x, Tensor)), first + SINK, first + QV]
+        for place, gradient in zip(places, gradients, strict=False):
+            if place < len(arguments) and ctx.needs_input_grad[3 + place]:
+                answer[3 + place] = gradient
         return tuple(answer)
 
 
@@ -383,12 +399,12 @@ def _refuse_forward_mode(*inputs: Any) -> None:
             raise NotImplementedError("flash_attn_func has no forward-mode derivative: an input is a dual tensor")
 
 
-def _attend(operator: Any, return_lse: bool, keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+def _attend(operator: Any, pair: _Pair, return_lse: bool, keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
     """What a forward operator answers, with a graph where an input requires a gradient."""
     _refuse_forward_mode(*arguments)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-        _require_gradient(*arguments)
-        return _apply(_Attention, keyset, return_lse, *arguments)
+        _refuse_gradients_of_modifications(arguments[pair.inputs + 2 :])
+        return _apply(_Attention, keyset, pair, return_lse, *arguments)
     return _below_autograd(operator, keyset, *arguments)
 
 
@@ -400,12 +416,17 @@ def _differentiate(operator: Any, keyset: torch._C.DispatchKeySet, *arguments: A
     return _below_autograd(operator, keyset, *arguments)
 
 
-for _name, _autograd in (
-    ("forward", partial(_attend, forward, False)),
-    ("forward.options", partial(_attend, forward_options, False)),
-    ("forward_lse", partial(_attend, forward_lse, True)),
-    ("forward_lse.options", partial(_attend, forward_lse_options, True)),
-    ("backward", partial(_differentiate, backward)),
-    ("backward.options", partial(_differentiate, backward_options)),
-):
-    _library.impl(_name, _autograd, "Autograd", with_keyset=True)
+for _packing, _count in (("", 3), ("_packed", 2)):
+    for _overload in ("default", "options"):
+        _suffix = "" if _overload == "default" else f".{_overload}"
+        _out, _with_lse, _of_both = (
+            getattr(getattr(torch.ops.fa3, f"{_name}{_packing}"), _overload)
+            for _name in ("forward", "forward_lse", "backward")
+        )
+        _pair = _Pair(_with_lse, _of_both, _count)
+        for _name, _autograd in (
+            ("forward", partial(_attend, _out, _pair, False)),
+            ("forward_lse", partial(_attend, _with_lse, _pair, True)),
+            ("backward", partial(_differentiate, _of_both)),
+        ):
+            _library.impl(f"{_name}{_packing}{_suffix}", _autograd, "Autograd", with_keyset=True)

@@ -22,6 +22,7 @@ class Options(NamedTuple):
         qv: (batch, seqlen_q, heads_q, head_dim_v), adds ``qv · v`` to ``q · k``.
         pack_gqa: whether query heads of a group share a tile; ``None`` chooses. Changes no result.
         sm_margin: multiprocessors to leave free. Changes no result.
+        deterministic: gradients are bitwise the same from run to run. Changes no result of a forward.
         score_mod, mask_mod, block_mask: see `fa3.mods`.
     """
 
@@ -33,6 +34,7 @@ class Options(NamedTuple):
     qv: Tensor | None = None
     pack_gqa: bool | None = None
     sm_margin: int = 0
+    deterministic: bool = False
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
     block_mask: BlockMask | None = None

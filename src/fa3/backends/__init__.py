@@ -8,20 +8,24 @@
 
 On a Hopper GPU nothing falls to another backend silently. The environment variable ``FA3_BACKEND`` forces one;
 it is read at every call.
+
+Gradients exist on every one of them. Those of a hopper call are computed by its kernels, or, with a warning, by the
+tiled backend where there is none; those of an sdpa call by the tiled backend.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-from typing import Protocol
+import warnings
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fa3.errors import BackendError
 from fa3.options import Options
-from fa3.problem import Problem
+from fa3.problem import Problem, check_forward
 
 NAMES = ("hopper", "sdpa", "tiled")
 
@@ -42,6 +46,31 @@ class Forward(Protocol):
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
+class Backward(Protocol):
+    """What the gradients of a backend's forward are computed by.
+
+    ``dlse`` and ``options`` may be ``None``; ``options.deterministic`` asks for gradients that are bitwise the same
+    from run to run. ``into`` are tensors of the shapes and dtypes of q, k and v, of last stride 1 and any others, that
+    their gradients are written into and that are returned then. dsink and dqv are ``None`` for a call without such.
+    """
+
+    def __call__(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        softmax_scale: float | None,
+        causal: bool,
+        options: Options | None = None,
+        into: tuple[Tensor, Tensor, Tensor] | None = None,
+        /,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]: ...
+
+
 _VARIABLE = "FA3_BACKEND"
 
 # os.environ.get costs 0.7 microseconds, a tenth of a kernel launch; the dict behind it costs 0.02.
@@ -50,6 +79,12 @@ _variable = os.environ.encodekey(_VARIABLE) if _environment is not os.environ el
 
 #: CUDA device index -> forward function of the backend that the device gets when none is forced.
 _forward_of_gpu: dict[int, Forward] = {}
+#: CUDA device index -> the name of that backend.
+_name_of_gpu: dict[int, str] = {}
+
+#: Plain calls for which `_hopper_lacks` has answered: describing a problem takes longer than all else of a backward.
+_lacking: dict[Any, str | None] = {}
+_MAX_REMEMBERED = 8192
 
 
 def forced() -> str | None:
@@ -144,3 +179,51 @@ def forward_for(q: Tensor) -> Forward:
             _forward_of_gpu[index] = forward_of(for_device(q.device))
         return _forward_of_gpu[index]
     return forward_of(for_device(q.device))
+
+
+def _hopper_lacks(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, options: Options | None
+) -> str | None:
+    """Why the hopper backend has no backward kernel for a call, or ``None`` if it has one."""
+    key = None
+    if options is None:
+        key = (q.shape, k.shape, v.shape, q.dtype, softmax_scale, causal)
+        if key in _lacking:
+            return _lacking[key]
+    problem = check_forward(q, k, v, softmax_scale, causal, True, options)
+    reason: str | None = importlib.import_module("fa3.backends.hopper").why_no_backward(problem)
+    if key is not None:
+        if len(_lacking) >= _MAX_REMEMBERED:
+            _lacking.clear()
+        _lacking[key] = reason
+    return reason
+
+
+def backward_for(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, options: Options | None = None
+) -> Backward:
+    """The function that computes the gradients of a call, by the device of q and what it has kernels for.
+
+    It warns, once a reason, where a call on a Hopper GPU has no backward kernel and is left to the tiled backend.
+
+    Raises:
+        ValueError, BackendError: as `for_device`.
+    """
+    if q.is_cuda and not _environment.get(_variable):
+        index = q.get_device()
+        if index not in _name_of_gpu:
+            _name_of_gpu[index] = for_device(q.device)
+        name = _name_of_gpu[index]
+    else:
+        name = for_device(q.device)
+    if name == "hopper":
+        reason = _hopper_lacks(q, k, v, softmax_scale, causal, options)
+        if reason is not None:
+            warnings.warn(
+                f"the hopper backend has no backward kernel for this call, {reason}: the tiled backend computes its "
+                "gradients in PyTorch, which is much slower",
+                stacklevel=2,
+            )
+            name = "tiled"
+    backward: Backward = importlib.import_module(f"fa3.backends.{'hopper' if name == 'hopper' else 'tiled'}").backward
+    return backward

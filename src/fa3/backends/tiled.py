@@ -2,7 +2,8 @@
 
 The forward follows the online softmax (Milakov and Gimelshein, arXiv:1805.02867) as FlashAttention uses it
 (Dao et al., arXiv:2205.14135, algorithm 1); the backward recomputes each tile from the LSE (algorithm 4 there).
-Memory is linear in the sequence lengths: no more than one tile of scores exists at a time.
+Memory is linear in the sequence lengths: no more than one tile of scores exists at a time, and what autograd keeps of
+a score modification is as large.
 
 fp16 and bf16 are computed in float32 throughout, float64 in float64; the result is rounded once. Autocast changes
 nothing: it would round the products inside.
@@ -11,6 +12,7 @@ nothing: it would round the products inside.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -117,6 +119,14 @@ def _scores(q_tile: Tensor, k_tile: Tensor, softcap: float) -> Tensor:
     return scores.view(batch, heads_kv, group, rows, k_tile.shape[2])
 
 
+@contextmanager
+def _above_autograd() -> Iterator[None]:
+    """Autograd sees what happens here, also inside of an operator, which runs below it."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded.remove(torch._C.DispatchKey.AutogradFunctionality)):
+        yield
+
+
 def _ask_twin(mod: ScoreMod | MaskMod, dtype: torch.dtype, shape: torch.Size, *arguments: Tensor) -> Tensor:
     """What the PyTorch twin of a modification answers; the floats that it reads are in the dtype of the arithmetic."""
     answer = mod.torch(*arguments, *(x.to(dtype) if x.is_floating_point() else x for x in mod.aux))
@@ -125,30 +135,77 @@ def _ask_twin(mod: ScoreMod | MaskMod, dtype: torch.dtype, shape: torch.Size, *a
         raise TypeError(f"the PyTorch twin of {mod.cute} answered {type(answer).__name__}: must be {wanted}")
     if not answer.is_floating_point() if isinstance(mod, ScoreMod) else answer.dtype is not torch.bool:
         raise TypeError(f"the PyTorch twin of {mod.cute} answered {answer.dtype}: must be {wanted}")
-    if answer.requires_grad:
-        raise NotImplementedError(
-            f"the PyTorch twin of {mod.cute} reads a tensor that requires a gradient, and flash_attn_func has none "
-            "through modifications: call it under torch.no_grad()"
-        )
     return check_answer(mod, answer, shape)
+
+
+def _mask_mod(options: Options) -> MaskMod | None:
+    return options.mask_mod if options.block_mask is None else options.block_mask.mask_mod
+
+
+def _index(scores: Tensor, batch: int, row: int, key: int) -> list[Tensor]:
+    """The numbers of sequences, heads, queries and keys of (batch, heads_q, rows, keys) scores, each in its dim."""
+    return [
+        torch.arange(start, start + size, device=scores.device).view([-1 if dim == other else 1 for other in range(4)])
+        for dim, (start, size) in enumerate(zip((batch, 0, row, key), scores.shape, strict=True))
+    ]
 
 
 def _modify(scores: Tensor, options: Options, batch: int, row: int, key: int) -> Tensor:
     """Let modifications change and hide scores of a tile that starts at these sequence, query and key."""
-    mask_mod = options.mask_mod if options.block_mask is None else options.block_mask.mask_mod
     by_head = scores.flatten(1, 2)
-    # Each number in its dim of (batch, heads_q, rows, keys).
-    starts = (batch, 0, row, key)
-    index = [
-        torch.arange(start, start + size, device=scores.device).view([-1 if dim == other else 1 for other in range(4)])
-        for dim, (start, size) in enumerate(zip(starts, by_head.shape, strict=True))
-    ]
-    if options.score_mod is not None:
+    index = _index(by_head, batch, row, key)
+    mod, mask_mod = options.score_mod, _mask_mod(options)
+    if mod is not None:
+        # A twin may carry a tensor in its closure, of which only autograd tells that it wants a gradient.
+        watched: AbstractContextManager[None] = _above_autograd() if torch.is_grad_enabled() else nullcontext()
+        with watched:
+            answer = _ask_twin(mod, scores.dtype, by_head.shape, by_head, *index)
+        if answer.requires_grad:
+            raise NotImplementedError(
+                f"the PyTorch twin of {mod.cute} reads a tensor that requires a gradient, and flash_attn_func has none "
+                "for what modifications read: detach it, or call it under torch.no_grad()"
+            )
         # Into our own memory: the answer may be a view of something that is not to be written.
-        by_head.copy_(_ask_twin(options.score_mod, scores.dtype, by_head.shape, by_head, *index))
+        by_head.copy_(answer)
     if mask_mod is not None:
         by_head.masked_fill_(~_ask_twin(mask_mod, scores.dtype, by_head.shape, *index), -torch.inf)
     return scores
+
+
+class _ModifiedTile:
+    """Scores of one tile after its modifications, and the way back through them.
+
+    Attributes:
+        scores: changed and hidden, in memory of their own, in the shape of those given.
+    """
+
+    def __init__(self, scores: Tensor, options: Options, batch: int, row: int, key: int) -> None:
+        by_head = scores.flatten(1, 2)
+        index = _index(by_head, batch, row, key)
+        mask_mod = _mask_mod(options)
+        self._given = self._changed = None
+        if options.score_mod is not None:
+            with torch.inference_mode(False), _above_autograd(), torch.enable_grad():
+                self._given = by_head.clone().requires_grad_()
+                # A leaf may not be changed in place, and a twin may change its own argument.
+                answer = _ask_twin(options.score_mod, scores.dtype, by_head.shape, self._given.clone(), *index)
+                self._changed = answer.to(scores.dtype).expand(by_head.shape)
+            by_head = self._changed.detach().clone(memory_format=torch.contiguous_format)
+        if mask_mod is not None:
+            by_head = by_head.masked_fill(~_ask_twin(mask_mod, scores.dtype, by_head.shape, *index), -torch.inf)
+        self.scores = by_head.view(scores.shape)
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        """The gradient of the scores before ``score_mod``, given that of those after it."""
+        if self._given is None or self._changed is None:
+            return gradient
+        if not self._changed.requires_grad:
+            return torch.zeros_like(gradient)
+        with torch.inference_mode(False), _above_autograd():
+            (pulled,) = torch.autograd.grad(
+                self._changed, self._given, gradient.flatten(1, 2), allow_unused=True, materialize_grads=True
+            )
+        return pulled.view(gradient.shape)
 
 
 def _blocks_to_visit(block_mask: BlockMask | None) -> Tensor | None:
@@ -275,33 +332,35 @@ def backward(
     softmax_scale: float | None = None,
     causal: bool = False,
     options: Options | None = None,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of `forward`, recomputed tile by tile from the LSE.
 
     With P the probabilities, ``dV = P^T dO``, ``dP = dO V^T`` and ``dS = P * (dP - delta)`` where
     ``delta = rowsum(dO * O) - dLSE``: the derivative of the LSE with respect to the scores is P itself, so its
-    gradient joins the row's correction. A softcap multiplies dS by its slope, ``1 - (S / softcap)^2``. A sink has
-    the probability ``exp(sink - LSE)`` and no value, so its gradient is ``-sum(exp(sink - LSE) * delta)``. qv is
-    more columns of q, and v as many more of k, whose gradients dV gets too.
+    gradient joins the row's correction. dS goes back through a score_mod by autograd of its PyTorch twin, a tile at a
+    time, and a softcap multiplies it by its slope, ``1 - (S / softcap)^2``. A sink has the probability
+    ``exp(sink - LSE)`` and no value, so its gradient is ``-sum(exp(sink - LSE) * delta)``. qv is more columns of q,
+    and v as many more of k, whose gradients dV gets too.
+
+    Sums are taken in one order, so that gradients are bitwise the same from run to run.
 
     Args:
         dout: gradient of out, (batch, seqlen_q, heads_q, head_dim_v), any strides.
         dlse: gradient of lse, (batch, heads_q, seqlen_q), or ``None``.
         q, k, v, softmax_scale, causal, options: as given to `forward`.
         out, lse: as returned by `forward`.
+        into: tensors of the shapes and dtypes of q, k and v, last stride 1, that their gradients are written into.
 
     Returns:
         dq, dk, dv, dsink, dqv: shapes and dtypes of q, k, v, sink and qv, contiguous; ``None`` for the last two
-        where the call had no such input.
-
-    Raises:
-        NotImplementedError: the options have a score_mod, mask_mod or block_mask.
+        where the call had no such input. The first three are those of ``into``, if there are any.
     """
     with torch._C._DisableAutocast():
         problem = check_forward(q, k, v, softmax_scale, causal, True, options)
-        if problem.score_mod or problem.mask_mod:
-            raise NotImplementedError("the tiled backend has no gradient with score_mod, mask_mod or block_mask yet")
-        return _backward(dout, dlse, q, k, v, out, lse, problem, options or Options())
+        if into is None:
+            into = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+        return *into, *_backward(dout, dlse, q, k, v, out, lse, problem, options or Options(), *into)
 
 
 def _backward(
@@ -314,27 +373,38 @@ def _backward(
     lse: Tensor,
     problem: Problem,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Write dq, dk and dv; return dsink and dqv."""
     accumulate = accumulator_dtype(q.dtype)
     sink, qv = options.sink, options.qv
-    dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    dqv = None if qv is None else qv.new_zeros(qv.shape)
+    dqv = None if qv is None else qv.new_empty(qv.shape)
     if problem.empty or q.is_meta:
-        return dq, dk, dv, None if sink is None else sink.new_zeros(sink.shape), dqv
+        for of_input in (dq, dk, dv):
+            of_input.zero_()
+        return None if sink is None else sink.new_zeros(sink.shape), dqv
     heads_kv, group, head_dim, softcap = problem.heads_kv, problem.group_size, problem.head_dim, problem.softcap
     sequences, tile_m, tile_n = _tile_sizes(problem, q.device)
+    first_row = problem.first_row_with_keys
+    modified = bool(problem.score_mod or problem.mask_mod)
+    visited = _blocks_to_visit(options.block_mask)
     dsink = None
     if sink is not None:
         sink_heads = sink.to(accumulate).view(heads_kv, group, 1, 1)
         dsink = torch.zeros_like(sink_heads)
+    for of_queries in (dq, dqv):
+        if of_queries is not None:
+            of_queries[:, :first_row] = 0.0
 
     for b0, b1 in _spans(problem.batch, sequences):
         qv_rows = None if qv is None else qv[b0:b1]
         q_heads, k_heads, v_heads = _operands(q[b0:b1], k[b0:b1], v[b0:b1], qv_rows, problem)
         dout_heads = _by_head(dout[b0:b1], heads_kv, accumulate)
-        delta = (dout_heads * _by_head(out[b0:b1], heads_kv, accumulate)).sum(dim=-1, keepdim=True)
-        # Rows that the mask leaves without keys have the constant 0 as out: what is NaN there must not count.
-        delta[..., : problem.first_row_with_keys, :] = 0.0
+        out_heads = _by_head(out[b0:b1], heads_kv, accumulate)
+        # The out of a row without keys is the constant 0: what is NaN in its gradient must not count.
+        delta = (dout_heads * out_heads).masked_fill_(out_heads == 0.0, 0.0).sum(dim=-1, keepdim=True)
         row_lse = lse[b0:b1].reshape(b1 - b0, heads_kv, group, problem.seqlen_q, 1).to(accumulate)
         if dlse is not None:
             delta -= dlse[b0:b1].reshape(row_lse.shape).to(accumulate)
@@ -347,21 +417,32 @@ def _backward(
 
         dk_heads, dv_heads = torch.zeros_like(k_heads), torch.zeros_like(v_heads)
         # The same rows are not read: a NaN in them would pass through 0 * NaN.
-        for i0, i1 in _spans(problem.seqlen_q, tile_m, problem.first_row_with_keys):
-            q_tile = q_heads[..., i0:i1, :]
-            dout_tile = dout_heads[..., i0:i1, :]
-            dq_tile = torch.zeros_like(q_tile)
+        for i0, i1 in _spans(problem.seqlen_q, tile_m, first_row):
+            q_rows, dout_rows = q_heads[..., i0:i1, :], dout_heads[..., i0:i1, :]
+            dq_tile = torch.zeros_like(q_rows)
             first_key, keys_end = _key_span(problem, i0, i1)
             for j0, j1 in _spans(keys_end, tile_n, first_key):
+                if not _is_visited(visited, i0, i1, j0, j1):
+                    continue
+                q_tile, dout_tile = q_rows, dout_rows
                 k_tile, v_tile = k_heads[:, :, j0:j1], v_heads[:, :, j0:j1]
                 scores = _scores(q_tile, k_tile, softcap)
                 # Before the mask, whose -inf have no slope.
                 slope = 1.0 - (scores / softcap).square_() if softcap else None
+                tile = _ModifiedTile(scores, options, b0, i0, j0) if modified else None
+                scores = scores if tile is None else tile.scores
                 probabilities = _hide(scores, problem, i0, j0).sub_(row_lse[..., i0:i1, :]).exp_()
+                if tile is not None:
+                    hidden = probabilities == 0.0
+                    sees_none = hidden.all(dim=-1, keepdim=True)
+                    q_tile, dout_tile = (x.masked_fill(sees_none, 0.0) for x in (q_tile, dout_tile))
                 dv_heads[:, :, j0:j1] += _over_rows(probabilities, dout_tile)
                 dscores = _times_keys(dout_tile, v_tile.mT).sub_(delta[..., i0:i1, :]).mul_(probabilities)
+                if tile is not None:
+                    # Of a hidden score a modification may answer anything, with a slope of any kind.
+                    dscores = tile.pull_back(dscores.masked_fill_(hidden, 0.0)).masked_fill(hidden, 0.0)
                 if slope is not None:
-                    dscores.mul_(slope)
+                    dscores.mul_(slope if tile is None else slope.masked_fill_(hidden, 0.0))
                 dq_tile += _times_keys(dscores, k_tile)
                 dk_heads[:, :, j0:j1] += _over_rows(dscores, q_tile)
             # q_heads carries the scale, and with it dk; dq still needs it.
@@ -373,7 +454,7 @@ def _backward(
             dv_heads += dk_heads[..., head_dim:]
         dk[b0:b1] = dk_heads[..., :head_dim].transpose(1, 2).to(dk.dtype)
         dv[b0:b1] = dv_heads.transpose(1, 2).to(dv.dtype)
-    return dq, dk, dv, None if dsink is None or sink is None else dsink.flatten().to(sink.dtype), dqv
+    return None if dsink is None or sink is None else dsink.flatten().to(sink.dtype), dqv
 
 
 def _sink_probability(sink: Tensor, lse: Tensor) -> Tensor:

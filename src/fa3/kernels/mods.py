@@ -1,7 +1,8 @@
 """CuTe DSL twins of the modifications in fa3/mods.py, which says what each of them computes.
 
 Each is called for one score of a tile. Tiles may end behind the last query and the last key, so an index that one of
-them reads a tensor by is clamped into it; what comes of it there is not used.
+them reads a tensor by is clamped into it; what comes of it there is not used. A derivative turns the gradient of the
+score that a modification returned into that of the score that it was given.
 """
 
 import cutlass
@@ -22,6 +23,14 @@ def relative_bias(score: Float32, batch: Int32, head: Int32, q_index: Int32, kv_
     farthest = aux[0].shape[1] // 2
     offset = cutlass.max(cutlass.min(kv_index - q_index, farthest), -farthest)
     return score + aux[0][head, offset + farthest]
+
+
+@cute.jit
+def additive(
+    grad: Float32, score: Float32, batch: Int32, head: Int32, q_index: Int32, kv_index: Int32, aux: tuple
+) -> Float32:
+    """The derivative of every modification that adds to the score what does not depend on it."""
+    return grad
 
 
 @cute.jit
