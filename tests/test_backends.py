@@ -5,7 +5,7 @@ import torch
 
 import fa3
 from fa3 import backends
-from fa3.backends import sdpa, tiled
+from fa3.backends import hopper, sdpa, tiled
 from fa3.mods import alibi, alibi_slopes
 from fa3.options import Options
 from fa3.problem import Problem
@@ -216,3 +216,114 @@ def test_the_variable_is_read_at_every_call(monkeypatch):
     fa3.flash_attn_func(q, q, q)
     monkeypatch.setenv("FA3_BACKEND", "")
     fa3.flash_attn_func(q, q, q)
+
+
+# Gradients ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Stand-ins for the backward of the hopper backend: has kernels for fp16 alone, and notes what it is asked."""
+    asked = []
+
+    def why_no_backward(problem):
+        asked.append(problem)
+        return None if problem.dtype == "fp16" else f"dtype {problem.dtype}"
+
+    def backward(dout, dlse, q, k, v, out, lse, softmax_scale, causal, options=None, into=None):
+        asked.append(options)
+        return tiled.backward(dout, dlse, q, k, v, out, lse, softmax_scale, causal, options, into)
+
+    monkeypatch.setattr(hopper, "why_no_backward", why_no_backward, raising=False)
+    monkeypatch.setattr(hopper, "backward", backward, raising=False)
+    monkeypatch.setattr(hopper, "forward", tiled.forward)
+    monkeypatch.setattr(backends, "for_device", lambda device: "hopper")
+    monkeypatch.setattr(backends, "_lacking", {})
+    return asked
+
+
+def call(dtype=torch.float16, **options):
+    """Gradients of a call whose every input wants one."""
+    q, k, v = (torch.randn(1, 5, heads, 8).to(dtype).requires_grad_() for heads in (2, 1, 1))
+    out = fa3.flash_attn_func(q, k, v, **options)
+    return torch.autograd.grad(out.sum(), (q, k, v))
+
+
+@pytest.mark.parametrize("name", ["tiled", "sdpa"])
+def test_gradients_of_other_backends_come_from_tiled(monkeypatch, name):
+    monkeypatch.setattr(backends, "for_device", lambda device: name)
+    q = torch.randn(1, 5, 2, 8)
+    assert backends.backward_for(q, q, q, None, False) is tiled.backward
+
+
+def test_a_hopper_gpu_has_gradients_from_its_own_kernels(kernels, recwarn):
+    call()
+    described, options = kernels
+    assert (described.dtype, described.heads_q, described.return_lse) == ("fp16", 2, True)
+    assert options is None
+    assert not recwarn.list
+
+
+def test_what_the_hopper_kernels_lack_is_left_to_tiled_with_a_warning(kernels):
+    with pytest.warns(UserWarning, match="hopper backend has no backward kernel for this call, dtype fp32: the tiled"):
+        gradients = call(torch.float32)
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+    assert [type(answer) for answer in kernels] == [Problem]
+
+
+def test_plain_calls_of_one_shape_are_described_once_and_others_each_time(kernels):
+    for _ in range(3):
+        call()
+    assert sum(isinstance(answer, Problem) for answer in kernels) == 1
+    kernels.clear()
+    for cap in (1.0, 2.0, 1.0):
+        call(softcap=cap)
+    assert [answer.softcap for answer in kernels if isinstance(answer, Problem)] == [1.0, 2.0, 1.0]
+
+
+def test_what_is_remembered_of_plain_calls_does_not_grow_forever(kernels, monkeypatch):
+    monkeypatch.setattr(backends, "_MAX_REMEMBERED", 3)
+    for length in range(1, 9):
+        q = torch.randn(1, length, 2, 8).half()
+        assert backends.backward_for(q, q, q, None, False) is hopper.backward
+        assert len(backends._lacking) <= 3
+
+
+@pytest.mark.parametrize("by", ["argument", "torch", "both"])
+def test_determinism_is_asked_of_the_backward_by_the_call_or_by_torch(kernels, by):
+    options = {"deterministic": by != "torch"}
+    try:
+        torch.use_deterministic_algorithms(by != "argument")
+        call(**options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert kernels[-1] == Options(deterministic=True)
+
+
+def test_torchs_determinism_counts_when_gradients_are_computed(kernels):
+    q = torch.randn(1, 5, 2, 8).half().requires_grad_()
+    out = fa3.flash_attn_func(q, q, q, softcap=2.0)
+    try:
+        torch.use_deterministic_algorithms(True)
+        torch.autograd.grad(out.sum(), q, retain_graph=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert kernels[-1] == Options(softcap=2.0, deterministic=True)
+    torch.autograd.grad(out.sum(), q)
+    assert kernels[-1] == Options(softcap=2.0)
+
+
+def test_the_backend_of_a_gpu_is_looked_up_once_for_gradients_too(monkeypatch):
+    class OnGpu:
+        is_cuda = True
+        device = torch.device("cuda", 0)
+
+        def get_device(self):
+            return 0
+
+    asked = []
+    monkeypatch.setattr(backends, "for_device", lambda device: asked.append(device) or "sdpa")
+    monkeypatch.setattr(backends, "_name_of_gpu", {})
+    for _ in range(3):
+        assert backends.backward_for(OnGpu(), None, None, None, False) is tiled.backward
+    assert asked == [OnGpu.device]

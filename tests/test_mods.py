@@ -157,6 +157,54 @@ def test_what_is_neither_name_nor_function_is_refused(cute):
         ScoreMod(cute, double)
 
 
+# Derivatives --------------------------------------------------------------------------------------------------------
+
+
+def test_a_derivative_is_known_by_the_name_of_its_modification():
+    assert mods.derivative_of("modified:derived") == ""
+    assert ScoreMod("modified:derived", double).derivative == ""
+    assert ScoreMod("modified:derived", double, derivative="modified:doubled").derivative == "modified:doubled"
+    assert mods.derivative_of("modified:derived") == "modified:doubled"
+    # As operators make it again.
+    again = ScoreMod("modified:derived", double, (FLOATS,))
+    assert again.derivative == "modified:doubled"
+    assert dataclasses.replace(again, aux=()).derivative == "modified:doubled"
+
+
+def test_a_name_has_one_derivative():
+    ScoreMod("modified:two_derivatives", double, derivative="modified:doubled")
+    with pytest.raises(
+        ValueError, match=r"already has the derivative 'modified:doubled', and now comes 'modified:other'"
+    ):
+        ScoreMod("modified:two_derivatives", double, derivative="modified:other")
+    assert mods.derivative_of("modified:two_derivatives") == "modified:doubled"
+
+
+def test_what_is_refused_as_a_twin_leaves_no_derivative():
+    ScoreMod("modified:refused", double)
+    with pytest.raises(ValueError, match="already has the PyTorch twin"):
+        ScoreMod("modified:refused", triple, derivative="modified:tripled")
+    assert mods.derivative_of("modified:refused") == ""
+
+
+def test_a_derivative_is_named_as_a_modification_is(module_of_twins):
+    assert ScoreMod("modified:by_function", double, derivative=module_of_twins.top).derivative == "file_of_twins:top"
+    with pytest.raises(ValueError, match=r"^derivative='no name': must be 'module:function'"):
+        ScoreMod("modified:badly_derived", double, derivative="no name")
+    with pytest.raises(ValueError, match=r"^derivative=outer.*must be a named function at the top level"):
+        ScoreMod("modified:badly_derived", double, derivative=module_of_twins.outer())
+    with pytest.raises(TypeError, match=r"^derivative=3: must be 'module:function' or a function"):
+        ScoreMod("modified:badly_derived", double, derivative=3)
+    with pytest.raises(TypeError, match="derivative"):
+        MaskMod("modified:mask", double, derivative="modified:doubled")
+
+
+def test_ready_made_score_modifications_have_derivatives():
+    for mod in ready_made().values():
+        if isinstance(mod, ScoreMod):
+            assert mod.derivative == "fa3.kernels.mods:additive"
+
+
 # Tensors of modifications -----------------------------------------------------------------------------------------
 
 FLOATS = torch.zeros(4, 4)
@@ -330,3 +378,17 @@ def test_slopes_are_made_for_a_number_of_heads_that_is_an_int(heads):
 def test_a_document_mask_is_causal_or_not():
     with pytest.raises(TypeError, match="causal=1: must be True or False"):
         mods.document(torch.zeros(1, 4, dtype=torch.int32), causal=1)
+
+
+@pytest.mark.parametrize("name", [name for name, mod in ready_made().items() if isinstance(mod, ScoreMod)])
+def test_cute_derivatives_say_what_autograd_says_of_pytorch_twins(name):
+    pytest.importorskip("cutlass")
+    from mod_wrappers import run_cute_derivative
+
+    mod = ready_made()[name]
+    cases = torch.stack([torch.randint(0, n, (3000,)) for n in (2, HEADS, SEQLEN, SEQLEN)], dim=1)
+    scores, gradients = torch.randn(3000, requires_grad=True), torch.randn(3000)
+    changed = mod.torch(scores, *cases.unbind(1), *mod.aux)
+    (expected,) = torch.autograd.grad(changed, scores, gradients)
+    found = run_cute_derivative(mod, cases, scores.detach(), gradients)
+    torch.testing.assert_close(found, expected)
