@@ -152,16 +152,7 @@ class ForwardSpec:
 
     def validate(self) -> None:
         """Raise ``ValueError`` when no kernel can be compiled from this spec."""
-        if self.dtype not in ELEMENT_BYTES:
-            raise ValueError(f"dtype={self.dtype!r}: allowed are {', '.join(ELEMENT_BYTES)}")
-        if (self.head_dim, self.head_dim_v) not in TILE_CLASSES:
-            raise ValueError(
-                f"head_dim={self.head_dim}, head_dim_v={self.head_dim_v}: the tile classes are {TILE_CLASSES}"
-            )
-        if self.mask not in MASKS:
-            raise ValueError(f"mask={self.mask!r}: allowed are {', '.join(MASKS)}")
-        if self.mask == "blocks" and not self.mask_mod:
-            raise ValueError("mask='blocks': blocks that are cut need a mask_mod")
+        _check_kind(self, TILE_CLASSES)
         if self.mask == "blocks" and (self.tile_m != BLOCK or BLOCK % self.tile_n):
             raise ValueError(
                 f"tile_m={self.tile_m}, tile_n={self.tile_n}: with block masks tiles are {BLOCK} queries "
@@ -193,13 +184,240 @@ class ForwardSpec:
         return {"kernel": "forward", **dataclasses.asdict(self)}
 
 
-def spec_from_dict(fields: dict[str, Any]) -> ForwardSpec:
+#: (head_dim, head_dim_v) of the backward's tile classes. At most 128 columns a warpgroup owns 64 keys of a block
+#: (``split="keys"``); wider ones share the keys and split the columns of dK and dV.
+BACKWARD_CLASSES = ((64, 64), (128, 128), (64, 256), (192, 128), (256, 256))
+
+#: Consumer warpgroups of the backward kernel.
+BACKWARD_GROUPS = 2
+
+
+@dataclass(frozen=True)
+class BackwardSpec:
+    """One compiled kernel of the main pass of the backward.
+
+    Attributes:
+        dtype: element type of q, k, v, dout and the gradients: ``"fp16"`` or ``"bf16"``.
+        head_dim, head_dim_v: columns of the q and k tiles, and of the v and dout tiles.
+        mask: as of `ForwardSpec`.
+        tile_m: query rows of one step of the main loop.
+        tile_n: keys of a block: 64 for each warpgroup, or 64 whose columns the warpgroups share.
+        stages, stages_dout: q tiles, and dout tiles, held in shared memory at once.
+        keep_p: the float32 probabilities stay in registers until dS is made; else dS is made from the rounded ones.
+        softcap, score_mod, mask_mod, score_aux, mask_aux: as of `ForwardSpec`.
+        derivative: ``"module:function"`` of the derivative of ``score_mod``.
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    mask: str
+    tile_m: int
+    tile_n: int
+    stages: int
+    stages_dout: int
+    keep_p: bool = False
+    softcap: bool = False
+    score_mod: str = ""
+    derivative: str = ""
+    mask_mod: str = ""
+    score_aux: str = ""
+    mask_aux: str = ""
+
+    #: Of the switches that the other kernels have, those that are no choice here.
+    warp_specialized = True
+    qv = False
+    pack_gqa = False
+
+    @property
+    def split_keys(self) -> bool:
+        """Whether each warpgroup has keys of its own; else they share the keys and split the columns."""
+        return self.tile_n == WGMMA_ROWS * self.consumer_warpgroups
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        """Warpgroups that multiply."""
+        return BACKWARD_GROUPS
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return WARPGROUP_THREADS * (self.consumer_warpgroups + 1)
+
+    @property
+    def modified(self) -> bool:
+        """Whether something changes the scores between the product and the softmax."""
+        return self.softcap or bool(self.score_mod)
+
+    @property
+    def score_rows(self) -> int:
+        """Query rows of the scores that one warpgroup holds."""
+        return self.tile_m if self.split_keys else self.tile_m // self.consumer_warpgroups
+
+    @property
+    def dq_splits_rows(self) -> bool:
+        """Whether the warpgroups split the rows of a dQ tile; else its columns."""
+        return self.tile_m == WGMMA_ROWS * self.consumer_warpgroups
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of a warpgroup's part of a dQ tile; the part has 64 rows."""
+        return self.head_dim if self.dq_splits_rows else self.head_dim // self.consumer_warpgroups
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of the tiles and barriers."""
+        columns = self.head_dim + self.head_dim_v
+        keys = self.tile_n * columns
+        rows = self.tile_m * (self.stages * self.head_dim + self.stages_dout * self.head_dim_v)
+        scores = self.tile_m * self.tile_n * DS_BUFFERS * (1 if self.split_keys else 2)
+        statistics = 4 * self.tile_m * (self.stages + self.stages_dout)
+        return ELEMENT_BYTES[self.dtype] * (keys + rows + scores) + statistics + 1024
+
+    @property
+    def name(self) -> str:
+        """Short unique name, e.g. ``backward_bf16_d128_causal_64x128x2x2``."""
+        dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
+        tile = f"{self.tile_m}x{self.tile_n}x{self.stages}x{self.stages_dout}"
+        features = [name for name in ("keep_p", "softcap") if getattr(self, name)]
+        for mod, aux in ((self.score_mod, self.score_aux), (self.derivative, ""), (self.mask_mod, self.mask_aux)):
+            if mod:
+                features.append(mod + (f"({aux})" if aux else ""))
+        return "_".join((f"backward_{self.dtype}_{dims}_{self.mask}_{tile}", *features))
+
+    def validate(self) -> None:
+        """Raise ``ValueError`` when no kernel can be compiled from this spec."""
+        _check_kind(self, BACKWARD_CLASSES)
+        if self.tile_m not in (64, 128):
+            raise ValueError(f"tile_m={self.tile_m}: allowed are 64 and 128")
+        if self.tile_n not in (64, 128):
+            raise ValueError(f"tile_n={self.tile_n}: allowed are 64 and 128")
+        for name in ("stages", "stages_dout"):
+            if not 1 <= getattr(self, name) <= 4:
+                raise ValueError(f"{name}={getattr(self, name)}: allowed are 1 to 4")
+        if bool(self.score_mod) != bool(self.derivative):
+            raise ValueError(f"score_mod={self.score_mod!r}, derivative={self.derivative!r}: both or neither")
+        if self.modified and self.keep_p:
+            raise ValueError("keep_p=True: with a softcap or score_mod the registers keep the scores instead")
+        if self.shared_bytes > SHARED_MEMORY_PER_BLOCK:
+            raise ValueError(
+                f"{self.name} needs {self.shared_bytes} bytes of shared memory: at most {SHARED_MEMORY_PER_BLOCK}"
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dict of the fields, for JSON; ``spec_from_dict`` is the inverse."""
+        return {"kernel": "backward", **dataclasses.asdict(self)}
+
+
+#: dS tiles in shared memory: one that the warpgroups read while they write the next.
+DS_BUFFERS = 2
+
+
+@dataclass(frozen=True)
+class PrepareSpec:
+    """One compiled kernel that runs before the backward's main pass: delta, and the LSE in log2 units.
+
+    Attributes:
+        dtype: element type of out and dout.
+        head_dim, head_dim_v: columns of the dQ and dout tiles of the main pass.
+        tile_m: query rows of a block, those of a step of the main pass.
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    tile_m: int
+
+    #: Threads of a block, and no tile in shared memory.
+    threads = 256
+    shared_bytes = 0
+
+    @property
+    def name(self) -> str:
+        """Short unique name, e.g. ``prepare_bf16_d64v128_64``."""
+        return f"prepare_{self.dtype}_d{self.head_dim}v{self.head_dim_v}_{self.tile_m}"
+
+    def validate(self) -> None:
+        """Raise ``ValueError`` when no kernel can be compiled from this spec."""
+        _check_kind(self, BACKWARD_CLASSES)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dict of the fields, for JSON; ``spec_from_dict`` is the inverse."""
+        return {"kernel": "prepare", **dataclasses.asdict(self)}
+
+
+@dataclass(frozen=True)
+class FinishSpec:
+    """One compiled kernel that runs after the backward's main pass: dQ from its float32 sums.
+
+    Attributes:
+        dtype: element type of dq.
+        head_dim: columns of a dQ tile.
+        tile_m: query rows of a dQ tile.
+    """
+
+    dtype: str
+    head_dim: int
+    tile_m: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block, as many as consumed in the main pass."""
+        return WARPGROUP_THREADS * BACKWARD_GROUPS
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of the tile."""
+        return ELEMENT_BYTES[self.dtype] * self.tile_m * self.head_dim + 1024
+
+    @property
+    def name(self) -> str:
+        """Short unique name, e.g. ``finish_bf16_d64_128``."""
+        return f"finish_{self.dtype}_d{self.head_dim}_{self.tile_m}"
+
+    def validate(self) -> None:
+        """Raise ``ValueError`` when no kernel can be compiled from this spec."""
+        if self.dtype not in ELEMENT_BYTES:
+            raise ValueError(f"dtype={self.dtype!r}: allowed are {', '.join(ELEMENT_BYTES)}")
+        if self.head_dim not in {head_dim for head_dim, _ in BACKWARD_CLASSES}:
+            raise ValueError(f"head_dim={self.head_dim}: the tile classes are {BACKWARD_CLASSES}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dict of the fields, for JSON; ``spec_from_dict`` is the inverse."""
+        return {"kernel": "finish", **dataclasses.asdict(self)}
+
+
+#: Any of them.
+KernelSpec = ForwardSpec | BackwardSpec | PrepareSpec | FinishSpec
+
+_KINDS: dict[str, type] = {
+    "forward": ForwardSpec,
+    "backward": BackwardSpec,
+    "prepare": PrepareSpec,
+    "finish": FinishSpec,
+}
+
+
+def _check_kind(spec: Any, classes: tuple[tuple[int, int], ...]) -> None:
+    """Raise ``ValueError`` for a dtype, head dims or mask of which there are no kernels."""
+    if spec.dtype not in ELEMENT_BYTES:
+        raise ValueError(f"dtype={spec.dtype!r}: allowed are {', '.join(ELEMENT_BYTES)}")
+    if (spec.head_dim, spec.head_dim_v) not in classes:
+        raise ValueError(f"head_dim={spec.head_dim}, head_dim_v={spec.head_dim_v}: the tile classes are {classes}")
+    mask = getattr(spec, "mask", "full")
+    if mask not in MASKS:
+        raise ValueError(f"mask={mask!r}: allowed are {', '.join(MASKS)}")
+    if mask == "blocks" and not spec.mask_mod:
+        raise ValueError("mask='blocks': blocks that are cut need a mask_mod")
+
+
+def spec_from_dict(fields: dict[str, Any]) -> Any:
     """Rebuild a spec from ``as_dict``. Raises ``ValueError`` for an unknown kernel or unknown fields."""
     fields = dict(fields)
     kernel = fields.pop("kernel", None)
-    if kernel != "forward":
-        raise ValueError(f"kernel={kernel!r}: known kernels are 'forward'")
+    if kernel not in _KINDS:
+        raise ValueError(f"kernel={kernel!r}: known kernels are {', '.join(map(repr, _KINDS))}")
     try:
-        return ForwardSpec(**fields)
+        return _KINDS[kernel](**fields)
     except TypeError as error:
-        raise ValueError(f"not the fields of a ForwardSpec: {sorted(fields)}") from error
+        raise ValueError(f"not the fields of a {_KINDS[kernel].__name__}: {sorted(fields)}") from error

@@ -25,7 +25,7 @@ from fa3.compiler.store import default_store
 from fa3.options import Options
 from fa3.plan import MAX_COLUMNS, DeviceFacts
 from fa3.problem import Problem, check_forward
-from fa3.spec import TMA_ALIGNMENT, ForwardSpec
+from fa3.spec import TMA_ALIGNMENT, BackwardSpec, ForwardSpec
 
 #: TMA strides are below 2**40 bytes, sizes at most 2**32; the kernel counts rows in int32.
 MAX_STRIDE_BYTES = 2**40
@@ -59,7 +59,7 @@ class _Launch:
 
 
 _launches: dict[Any, _Launch] = {}
-_streams: dict[tuple[int, int], tuple[ctypes.c_void_p, Tensor, int]] = {}
+_streams: dict[tuple[int, int], tuple[Tensor, ctypes.c_void_p]] = {}
 _facts: dict[int, DeviceFacts] = {}
 
 # A CPU build of torch has neither; nobody calls them there.
@@ -220,7 +220,7 @@ def _run(
         sink, qv = _readable_sink(options.sink), options.qv
         if qv is not None and (_must_copy(qv) or qv.data_ptr() % TMA_ALIGNMENT):
             qv = qv.clone(memory_format=torch.contiguous_format)
-        extras = _extra_numbers(launch, qv, options)
+        extras = extra_numbers(launch.numbers, qv, options)
 
     out_address, lse_address = out.data_ptr(), 0 if lse is None else lse.data_ptr()
     sink_address = 0 if sink is None else sink.data_ptr()
@@ -250,9 +250,9 @@ def _readable_sink(sink: Tensor | None) -> Tensor | None:
     return (sink if sink.dtype in (torch.float32, torch.bfloat16) else sink.float()).contiguous()
 
 
-def _extra_numbers(launch: _Launch, qv: Tensor | None, options: Options) -> tuple[Any, ...] | None:
-    """The kernel's extra arguments, in the order of ``fa3.kernels.forward.extra_types``."""
-    numbers = [*launch.numbers]
+def extra_numbers(fixed: tuple[Any, ...], qv: Tensor | None, options: Options) -> tuple[Any, ...] | None:
+    """The kernel's extra arguments, in the order of ``fa3.kernels.parts.extras.extra_types``."""
+    numbers = [*fixed]
     if qv is not None:
         numbers += [qv.data_ptr(), *_strides(qv)]
     block_mask = options.block_mask
@@ -275,25 +275,29 @@ def _enqueue(
     arguments: tuple[Any, ...],
     extras: tuple[Any, ...] | None,
 ) -> None:
-    """Launch on the framework's current stream of the current device.
+    """Launch on the framework's current stream of the current device."""
+    counter, stream = counter_and_stream(device)
+    function(*addresses, counter.data_ptr(), stream, *arguments, extras)
 
-    The scheduler's counter is 0 between launches. Launches on one stream follow each other and share one. Those
-    in a captured graph get their own, zeroed by the graph, since a graph may be replayed on any stream; and those
-    on the per-thread default stream do, since its handle means another stream in each thread. A handle of a stream
-    made outside PyTorch must not be destroyed, and its number come back for a new one, while a call still runs.
+
+def counter_and_stream(device: int) -> tuple[Tensor, ctypes.c_void_p]:
+    """The scheduler's counter, 0 between launches, and the framework's current stream of the current device.
+
+    Launches on one stream follow each other and share one. Those in a captured graph get their own, zeroed by the
+    graph, since a graph may be replayed on any stream; and those on the per-thread default stream do, since its
+    handle means another stream in each thread. A handle of a stream made outside PyTorch must not be destroyed, and
+    its number come back for a new one, while a call still runs.
     """
     raw = _current_stream(device)
     if raw == PER_THREAD_STREAM or _capturing():
-        counter = torch.zeros(COUNTER_BYTES // 4, dtype=torch.int32, device=device)
-        function(*addresses, counter.data_ptr(), ctypes.c_void_p(raw), *arguments, extras)
-        return
+        return torch.zeros(COUNTER_BYTES // 4, dtype=torch.int32, device=device), ctypes.c_void_p(raw)
     known = _streams.get((device, raw))
     if known is None:
         counter = torch.zeros(COUNTER_BYTES // 4, dtype=torch.int32, device=device)
         if len(_streams) >= MAX_REMEMBERED:
             _streams.clear()
-        known = _streams[device, raw] = (ctypes.c_void_p(raw), counter, counter.data_ptr())
-    function(*addresses, known[2], known[0], *arguments, extras)
+        known = _streams[device, raw] = (counter, ctypes.c_void_p(raw))
+    return known
 
 
 def _prepare(
@@ -360,13 +364,19 @@ def _prepare(
             2 if options is not None and options.sink is not None and options.sink.dtype is torch.bfloat16 else 4,
         )
         parts.append((first * q.element_size(), arguments))
+    numbers = fixed_numbers(problem, spec)
+    return _Launch(default_store().load(spec), tuple(parts), out_shape, lse_shape, copies, device, numbers)
+
+
+def fixed_numbers(problem: Problem, spec: ForwardSpec | BackwardSpec) -> tuple[Any, ...]:
+    """The kernel's extra arguments that are no address or shape of an option's tensors: window bounds and cap."""
     numbers: list[Any] = []
     if spec.mask == "window":
         left, right, chunk = problem.bounds
         numbers += [left if left >= 0 else problem.seqlen_k, right if right >= 0 else problem.seqlen_q, chunk]
     if spec.softcap:
         numbers.append(problem.softcap)
-    return _Launch(default_store().load(spec), tuple(parts), out_shape, lse_shape, copies, device, tuple(numbers))
+    return tuple(numbers)
 
 
 def _check_limits(problem: Problem) -> None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-from fa3.spec import ForwardSpec
+from fa3.spec import KernelSpec
 
 
-def entry_symbol(spec: ForwardSpec) -> str:
+#: Kernel of a spec -> its module here and what compiles it there.
+_COMPILERS = {
+    "forward": ("forward", "compile_forward"),
+    "backward": ("backward", "compile_backward"),
+    "prepare": ("backward_prepare", "compile_prepare"),
+    "finish": ("backward_finish", "compile_finish"),
+}
+
+
+def entry_symbol(spec: KernelSpec) -> str:
     """C symbol of the spec's host entry in its artifact; a fixed name, since each artifact holds one kernel."""
-    return "fa3_forward"
+    return f"fa3_{spec.as_dict()['kernel']}"
 
 
-def compile_spec(spec: ForwardSpec, options: str) -> Any:
+def compile_spec(spec: KernelSpec, options: str) -> Any:
     """Compile a spec with ``cute.compile`` and return the compiled function.
 
     Args:
@@ -23,6 +33,5 @@ def compile_spec(spec: ForwardSpec, options: str) -> Any:
         ValueError: no kernel can be compiled from this spec.
     """
     spec.validate()
-    from fa3.kernels.forward import compile_forward
-
-    return compile_forward(spec, options)
+    module, function = _COMPILERS[spec.as_dict()["kernel"]]
+    return getattr(importlib.import_module(f"fa3.kernels.{module}"), function)(spec, options)

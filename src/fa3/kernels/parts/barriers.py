@@ -16,6 +16,8 @@ class NamedBarrier(IntEnum):
     TURN = 1
     #: One for each consumer warpgroup: its output rows are all in shared memory.
     STORE = 5
+    #: All consumer warpgroups of the backward.
+    CONSUMERS = 9
 
 
 def stage_of(position: Int32, stages: int) -> Int32:
@@ -69,3 +71,9 @@ def give_turn(group: Int32, groups: cutlass.Constexpr):
 def sync_group(group: Int32):
     """Wait for all threads of this warpgroup."""
     cute.arch.barrier(barrier_id=NamedBarrier.STORE + group, number_of_threads=WARPGROUP_THREADS)
+
+
+@cute.jit
+def sync_groups(groups: cutlass.Constexpr):
+    """Wait for all consumer warpgroups."""
+    cute.arch.barrier(barrier_id=NamedBarrier.CONSUMERS, number_of_threads=groups * WARPGROUP_THREADS)

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from fa3.spec import TMA_ALIGNMENT
@@ -20,14 +20,15 @@ def global_tensor(
 
 
 def shared_layout(
-    dtype: type[cutlass.Numeric], shape: tuple, major: OperandMajorMode, pitch: int | None = None
+    dtype: type[cutlass.Numeric], shape: tuple, major: OperandMajorMode, pitch: int | None = None, part: int = 0
 ) -> cute.ComposedLayout:
     """Swizzled layout of tiles in shared memory, (rows, columns, stage); the swizzle spans 128 bytes, or 64.
 
-    ``pitch`` is the number of elements from one tile to the next, if it is not that of a tile.
+    ``pitch`` is the number of elements from one tile to the next, if it is not that of a tile. Operands may begin at
+    multiples of ``part`` contiguous elements, if it is given.
     """
     kinds = warpgroup.SmemLayoutAtomKind
-    contiguous = shape[1] if major == OperandMajorMode.K else shape[0]
+    contiguous = part or (shape[1] if major == OperandMajorMode.K else shape[0])
     wide = contiguous * dtype.width % (8 * 128) == 0
     if major == OperandMajorMode.K:
         kind, order = kinds.K_SW128 if wide else kinds.K_SW64, (0, 1, 2)
@@ -52,6 +53,22 @@ def partition(tma: cute.CopyAtom, in_shared: cute.Tensor, in_global: cute.Tensor
     return cpasync.tma_partition(
         tma, 0, cute.make_layout(1), cute.group_modes(in_shared, 0, 2), cute.group_modes(in_global, 0, 2)
     )
+
+
+@cute.jit
+def issue_bulk(full: cute.Pointer, source: Int64, target: cute.Tensor):
+    """Start the copy of contiguous float32 at an address, as many as the target has; counted at a barrier armed before.
+
+    The address is a multiple of 16 bytes; called by one whole warp.
+    """
+    pointer = cute.make_ptr(Float32, source, cute.AddressSpace.gmem, assumed_align=TMA_ALIGNMENT)
+    with cute.arch.elect_one():
+        cute.copy(
+            cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32),
+            cute.make_tensor(pointer, cute.make_layout(cute.size(target))),
+            target,
+            mbar_ptr=full,
+        )
 
 
 @cute.jit

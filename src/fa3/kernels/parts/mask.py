@@ -99,6 +99,77 @@ class Mask(NamedTuple):
                 for c in cutlass.range_constexpr(32 * word, min(32 * word + 32, cute.size(row))):
                     row[c] = row[c] if bits & Uint32(1 << (c % 32)) != Uint32(0) else -Float32.inf
 
+    # The backward walks down the queries that see a tile of keys; those that see one key are an interval too.
+
+    @cute.jit
+    def first_query(self, key: Int32, kind: cutlass.Constexpr) -> Int32:
+        """The first query that sees a key, if one does."""
+        if const_expr(kind == "causal"):
+            return cutlass.max(key + self.seqlen_q - self.seqlen_k, 0)
+        elif const_expr(kind == "window"):
+            position = key - self.right
+            if self.chunk > 0:
+                position = cutlass.max(position, key // self.chunk * self.chunk)
+            return cutlass.max(position + self.seqlen_q - self.seqlen_k, 0)
+        else:
+            return Int32(0)
+
+    @cute.jit
+    def end_query(self, key: Int32, kind: cutlass.Constexpr) -> Int32:
+        """One past the last query that sees a key; not above ``first_query``, and maybe negative, if none does."""
+        if const_expr(kind == "window"):
+            position = key + self.left + 1
+            if self.chunk > 0:
+                position = cutlass.min(position, (key // self.chunk + 1) * self.chunk)
+            return cutlass.min(self.seqlen_q, position + self.seqlen_q - self.seqlen_k)
+        else:
+            return self.seqlen_q
+
+    @cute.jit
+    def query_tiles(
+        self, first_key: Int32, last_key: Int32, tile_m: cutlass.Constexpr, kind: cutlass.Constexpr
+    ) -> tuple[Int32, Int32]:
+        """(first, one past the last) query tile with a query that sees a key of this range; equal if none does."""
+        begin = self.first_query(first_key, kind) // tile_m
+        end = (cutlass.max(self.end_query(last_key, kind), 0) + tile_m - 1) // tile_m
+        return begin, cutlass.max(end, begin)
+
+    @cute.jit
+    def whole_query_tiles(
+        self, first_key: Int32, last_key: Int32, tile_m: cutlass.Constexpr, kind: cutlass.Constexpr
+    ) -> tuple[Int32, Int32]:
+        """(first, one past the last) query tile whose every query sees every key of this range."""
+        begin = (self.first_query(last_key, kind) + tile_m - 1) // tile_m
+        return begin, cutlass.max(self.end_query(first_key, kind), 0) // tile_m
+
+    @cute.jit
+    def hide_queries(
+        self,
+        scores: cute.Tensor,
+        keys: tuple[Int32, Int32],
+        first_query: Int32,
+        kind: cutlass.Constexpr,
+    ):
+        """As `hide`, of transposed scores: the rows are ``keys``, column ``c`` is a query counted from ``first_query``.
+
+        Keys behind the last one are hidden too. Queries behind the last one may be left as they are.
+        """
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            row = scores[r, None]
+            begin, end = Int32(0), Int32(cute.size(row))
+            if const_expr(kind != "full" and kind != "blocks"):
+                begin = columns_before(self.first_query(keys[r], kind) - first_query)
+            if const_expr(kind == "window"):
+                end = columns_before(self.end_query(keys[r], kind) - first_query)
+            if keys[r] >= self.seqlen_k:
+                end = Int32(0)
+            for word in cutlass.range_constexpr((cute.size(row) + 31) // 32):
+                bits = lowest_bits(end - 32 * word)
+                if const_expr(kind != "full" and kind != "blocks"):
+                    bits = bits & ~lowest_bits(begin - 32 * word)
+                for c in cutlass.range_constexpr(32 * word, min(32 * word + 32, cute.size(row))):
+                    row[c] = row[c] if bits & Uint32(1 << (c % 32)) != Uint32(0) else -Float32.inf
+
 
 @cute.jit
 def columns_before(key: Int32) -> Int32:

@@ -11,7 +11,11 @@ from . import ptx
 
 
 def make_mma(
-    dtype: type[cutlass.Numeric], columns: int, a_source: warpgroup.OperandSource, b_major: OperandMajorMode
+    dtype: type[cutlass.Numeric],
+    columns: int,
+    a_source: warpgroup.OperandSource,
+    b_major: OperandMajorMode,
+    a_major: OperandMajorMode = OperandMajorMode.K,
 ) -> cute.TiledMma:
     """64 x ``columns`` x 16 WGMMA with float32 accumulation.
 
@@ -19,7 +23,7 @@ def make_mma(
     staged loop.
     """
     shape = (WGMMA_ROWS, columns, 16)
-    op = warpgroup.MmaF16BF16Op(dtype, Float32, shape, a_source, OperandMajorMode.K, b_major)
+    op = warpgroup.MmaF16BF16Op(dtype, Float32, shape, a_source, a_major, b_major)
     return cute.make_tiled_mma(op)
 
 

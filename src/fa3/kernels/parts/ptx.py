@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 
 def keep_before_here(nonnegative: Float32):
@@ -33,3 +33,38 @@ def pack_pair(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Int3
     return cute.arch.inline_ptx(
         f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Int32], read_only_args=[low, high]
     )
+
+
+def unpack(pair: Int32, zero: Int32, half: int, dtype: type[cutlass.Numeric]) -> Float32:
+    """Widen one half of a pair of fp16 or bf16 to float32; ``zero`` is 0, and the result waits for it."""
+    if dtype is cutlass.BFloat16:
+        # The bits of a bf16 are the upper half of those of a float32.
+        code = "mad.lo.u32 {$w0}, {$r0}, 65536, {$r1};" if half == 0 else "lop3.b32 {$w0}, {$r0}, 0xffff0000, {$r1}, 0xea;"
+        bits = cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[pair, zero])
+        return bits.bitcast(Float32)
+    code = f"""{{\n.reg .b32 pair;\n.reg .b16 low, high;\n
+        or.b32 pair, {{$r0}}, {{$r1}};\nmov.b32 {{low, high}}, pair;\ncvt.f32.f16 {{$w0}}, {("low", "high")[half]};\n}}"""
+    return cute.arch.inline_ptx(code, write_only_types=[Float32], read_only_args=[pair, zero])
+
+
+@cute.jit
+def add_to_memory(address: Int64, values: cute.Tensor, first: cutlass.Constexpr):
+    """Add four float32 registers, ``values[first]`` and on, to 16 aligned bytes of global memory, in no fixed order."""
+    cute.arch.inline_ptx(
+        "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, values[first], values[first + 1], values[first + 2], values[first + 3]],
+    )
+
+
+@cute.jit
+def load_acquire(address: Int64) -> Int32:
+    """Read an int32 of global memory; what another block wrote before its release of this value is then visible."""
+    return cute.arch.inline_ptx(
+        "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
+    )
+
+
+@cute.jit
+def store_release(address: Int64, value: Int32):
+    """Write an int32 of global memory, after all that this thread has seen done."""
+    cute.arch.inline_ptx("st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[address, value])

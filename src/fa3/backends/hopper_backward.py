@@ -1,0 +1,235 @@
+"""Gradients on GPUs of compute capability 9.0: prepare, main pass, finish; see `fa3.kernels.backward`.
+
+Takes device memory for the gradients, and until its kernels are done: float32 sums of dQ (4 bytes an element of a
+tile class, rows rounded up to a step), and 8 bytes for each query row of a head. Inputs that TMA cannot read are
+copied, as in the forward. It never synchronizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa3.backends import hopper
+from fa3.backward_plan import plan_backward
+from fa3.backward_plan import why_no_backward as why_no_backward
+from fa3.compiler.store import default_store
+from fa3.mods import derivative_of
+from fa3.options import Options
+from fa3.plan import MAX_COLUMNS
+from fa3.problem import Problem, check_forward
+from fa3.spec import TMA_ALIGNMENT, BackwardSpec, FinishSpec, PrepareSpec
+
+
+@dataclass(slots=True)
+class _Kernels:
+    """All of a call that does not change while shapes, dtype, device and options stay the same."""
+
+    problem: Problem
+    prepare: Callable[..., Any]
+    main: Callable[..., Any]
+    finish: Callable[..., Any]
+    spec: BackwardSpec
+    #: section, levels, whether the last keys come first, thread blocks.
+    order: tuple[int, int, int, int]
+    m_blocks: int
+    numbers: tuple[Any, ...]
+
+
+_known: dict[Any, _Kernels] = {}
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    options: Options | None = None,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
+    specs: tuple[PrepareSpec, BackwardSpec, FinishSpec] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of the forward; arguments and results as `fa3.backends.tiled.backward`.
+
+    Args:
+        specs: kernels to use instead of the planned ones, for tests and sweeps.
+
+    Raises:
+        NotImplementedError: no kernels exist for this problem, see `why_no_backward`.
+        CompileError, StoreError: a kernel is not in the store and cannot be compiled here.
+    """
+    deterministic = torch.are_deterministic_algorithms_enabled() or bool(options is not None and options.deterministic)
+    key = (hopper._key(q, k, v, softmax_scale, causal), deterministic, specs)
+    if options is not None:
+        key = (*key, hopper._options_key(options))
+    kernels = _known.get(key)
+    if kernels is None:
+        if len(_known) >= hopper.MAX_REMEMBERED:
+            _known.clear()
+        kernels = _known[key] = _find_kernels(q, k, v, softmax_scale, causal, options, deterministic, specs)
+    options = options or Options()
+    dq, dk, dv = into if into is not None else (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    qv, sink = options.qv, options.sink
+    dqv = None if qv is None else torch.empty_like(qv, memory_format=torch.contiguous_format)
+    problem = kernels.problem
+    if problem.empty or problem.seqlen_k == 0:
+        for gradient in (dq, dk, dv, dqv):
+            if gradient is not None:
+                gradient.zero_()
+        dsink = None
+        if sink is not None:
+            # Rows that see the sink alone: its probability is 1, their output 0, and their LSE the sink.
+            dsink = torch.zeros_like(sink) if dlse is None else dlse.sum(dim=(0, 2)).to(sink.dtype)
+        return dq, dk, dv, dsink, dqv
+    with torch.cuda.device(q.device):
+        if qv is None:
+            delta = _launch(kernels, dout, dlse, q, k, v, out, lse, options, (dq, dk, dv), deterministic)
+        else:
+            head_dim = problem.head_dim
+            joined_q, joined_k = torch.cat([q, qv], dim=-1), torch.cat([k, v], dim=-1)
+            joined_dq, joined_dk = torch.empty_like(joined_q), torch.empty_like(joined_k)
+            delta = _launch(
+                kernels, dout, dlse, joined_q, joined_k, v, out, lse, options, (joined_dq, joined_dk, dv), deterministic
+            )
+            dq.copy_(joined_dq[..., :head_dim])
+            dqv.copy_(joined_dq[..., head_dim:])
+            dk.copy_(joined_dk[..., :head_dim])
+            dv.add_(joined_dk[..., head_dim:])
+        dsink = None
+        if sink is not None:
+            # Its probability is exp(sink - LSE), and it has no value.
+            probability = torch.exp(sink.float()[None, :, None] - lse)
+            # inf - inf: of a sink of +inf nothing but itself is left.
+            probability = torch.where(lse == sink.float()[None, :, None], 1.0, probability)
+            dsink = -(probability * delta[..., : problem.seqlen_q]).sum(dim=(0, 2)).to(sink.dtype)
+    return dq, dk, dv, dsink, dqv
+
+
+def _find_kernels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    options: Options | None,
+    deterministic: bool,
+    specs: tuple[PrepareSpec, BackwardSpec, FinishSpec] | None,
+) -> _Kernels:
+    problem = check_forward(q, k, v, softmax_scale, causal, True, options)
+    hopper._check_limits(problem)
+    missing = why_no_backward(problem)
+    if missing is not None:
+        raise NotImplementedError(f"the hopper backend has no gradient for this call: {missing}")
+    derivative = derivative_of(problem.score_mod) if problem.score_mod else ""
+    planned = plan_backward(problem, hopper.device_facts(q.device), derivative, deterministic)
+    if specs is not None:
+        from fa3.backward_plan import backward_order
+
+        order = backward_order(problem, specs[1], hopper.device_facts(q.device))
+        planned = replace(planned, prepare=specs[0], main=specs[1], finish=specs[2], order=order)
+    store, order = default_store(), planned.order
+    if order.tiles > hopper.MAX_TILES:
+        raise ValueError(
+            f"batch={problem.batch}, heads={problem.heads_kv}, seqlen_k={problem.seqlen_k}: "
+            f"{order.tiles} tiles, at most {hopper.MAX_TILES}; split the batch"
+        )
+    return _Kernels(
+        problem,
+        store.load(planned.prepare),
+        store.load(planned.main),
+        store.load(planned.finish),
+        planned.main,
+        (order.section, order.levels, int(planned.last_first), order.blocks),
+        math.ceil(problem.seqlen_q / planned.main.tile_m),
+        hopper.fixed_numbers(problem, planned.main),
+    )
+
+
+def _launch(
+    kernels: _Kernels,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: Options,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    deterministic: bool,
+) -> Tensor:
+    """Run the three kernels, for each part of wide values; returns delta, (batch, heads_q, rows of whole tiles)."""
+    problem, spec = kernels.problem, kernels.spec
+    dq, dk, dv = gradients
+    q, k, v, dout, out = (_readable(x) for x in (q, k, v, dout, out))
+    lse = lse.contiguous()
+    dlse = None if dlse is None else dlse.float().contiguous()
+    rows = kernels.m_blocks * spec.tile_m
+    statistics = torch.empty(2, problem.batch, problem.heads_q, rows, dtype=torch.float32, device=q.device)
+    target_dq, target_dk, target_dv = (_writable(x) for x in gradients)
+    all_sums, delta = None, None
+    for first in range(0, problem.head_dim_v, MAX_COLUMNS):
+        part = slice(first, min(first + MAX_COLUMNS, problem.head_dim_v))
+        v_part, dout_part, out_part, dv_part = (x[..., part] for x in (v, dout, out, target_dv))
+        dk_part = target_dk if first == 0 else torch.empty_like(target_dk)
+        sums = torch.empty(problem.batch * problem.heads_q * rows * spec.head_dim, dtype=torch.float32, device=q.device)
+        turns = None
+        if deterministic:
+            tiles = problem.batch * problem.heads_q * kernels.m_blocks
+            turns = torch.zeros(spec.consumer_warpgroups * tiles, dtype=torch.int32, device=q.device)
+        sizes = (problem.batch, problem.seqlen_q)
+        counter, stream = hopper.counter_and_stream(q.get_device())
+        # Of the LSE's gradient, and of delta, each part takes its own share.
+        part_dlse = dlse if first == 0 else None
+        kernels.prepare(
+            out_part.data_ptr(), dout_part.data_ptr(), lse.data_ptr(), 0 if part_dlse is None else part_dlse.data_ptr(),
+            statistics[0].data_ptr(), statistics[1].data_ptr(), sums.data_ptr(), stream,
+            *sizes, problem.heads_q, out_part.shape[-1], hopper._strides(out_part), hopper._strides(dout_part),
+        )  # fmt: skip
+        kernels.main(
+            q.data_ptr(), k.data_ptr(), v_part.data_ptr(), dout_part.data_ptr(), dk_part.data_ptr(), dv_part.data_ptr(),
+            statistics[0].data_ptr(), statistics[1].data_ptr(), sums.data_ptr(), 0 if turns is None else turns.data_ptr(),
+            counter.data_ptr(), stream,
+            *sizes, problem.seqlen_k, problem.heads_q, problem.heads_kv, q.shape[-1], v_part.shape[-1],
+            *(hopper._strides(x) for x in (q, k, v_part, dout_part, dk_part, dv_part)),
+            problem.softmax_scale, *kernels.order, hopper.extra_numbers(kernels.numbers, None, options),
+        )  # fmt: skip
+        if all_sums is None:
+            all_sums, delta = sums, statistics[1]
+        else:
+            all_sums += sums
+            delta = delta + statistics[1]
+            target_dk.copy_(target_dk.float() + dk_part.float())
+        if part.stop < problem.head_dim_v:
+            statistics = torch.empty_like(statistics)
+    kernels.finish(
+        all_sums.data_ptr(), target_dq.data_ptr(), stream, *sizes, problem.heads_q, q.shape[-1],
+        hopper._strides(target_dq), problem.softmax_scale,
+    )  # fmt: skip
+    for gradient, target in zip((dq, dk, dv), (target_dq, target_dk, target_dv), strict=True):
+        if target is not gradient:
+            gradient.copy_(target)
+    return delta
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """The tensor, or a contiguous copy where TMA cannot read it."""
+    if tensor.stride(-1) != 1 or hopper._must_copy(tensor) or tensor.data_ptr() % TMA_ALIGNMENT:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def _writable(tensor: Tensor) -> Tensor:
+    """The tensor, or a contiguous one of its shape where TMA cannot write it."""
+    if tensor.stride(-1) != 1 or hopper._must_copy(tensor) or tensor.data_ptr() % TMA_ALIGNMENT:
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return tensor

@@ -1,0 +1,181 @@
+"""The plan of the backward: from a problem and the facts of a device to its three kernels and their launch.
+
+Pure Python and pure arithmetic, as `fa3.plan`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fa3 import plan as planning
+from fa3.plan import L2_SHARE, MAX_COLUMNS, DeviceFacts, Order
+from fa3.problem import Problem
+from fa3.spec import BACKWARD_CLASSES, ELEMENT_BYTES, BackwardSpec, FinishSpec, PrepareSpec
+
+
+@dataclass(frozen=True)
+class BackwardTiles:
+    """One row of the table.
+
+    Attributes:
+        tile_m: query rows of a step.
+        tile_n: keys of a block.
+        stages, stages_dout: q tiles, and dout tiles, in shared memory at once.
+        reason: why.
+    """
+
+    tile_m: int
+    tile_n: int
+    stages: int
+    stages_dout: int
+    reason: str = ""
+
+
+_SHARED_KEYS = "the warpgroups share 64 keys: dK and dV of 64 keys take the registers of both"
+
+#: Tile class -> tiles.
+BACKWARD_TILES: dict[tuple[int, int], BackwardTiles] = {
+    (64, 64): BackwardTiles(128, 128, 2, 2, "128 queries a step: fewer bytes of shared memory for each product"),
+    (128, 128): BackwardTiles(64, 128, 2, 2, "dK and dV of 64 keys take half of a warpgroup's registers"),
+    (64, 256): BackwardTiles(64, 64, 2, 2, _SHARED_KEYS),
+    (192, 128): BackwardTiles(64, 64, 2, 2, _SHARED_KEYS),
+    (256, 256): BackwardTiles(64, 64, 2, 2, _SHARED_KEYS),
+}
+
+#: Tile class -> tiles with a softcap or score_mod, where registers must keep the scores until dS is there.
+BACKWARD_MODIFIED: dict[tuple[int, int], BackwardTiles] = BACKWARD_TILES | {
+    (64, 64): BackwardTiles(64, 128, 2, 2, "registers keep the scores until dS is there"),
+    (128, 128): BackwardTiles(64, 64, 2, 2, "registers keep the scores until dS is there"),
+}
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """What `plan_backward` decided.
+
+    Attributes:
+        prepare, main, finish: the kernels.
+        order: how the blocks of the main one share the tiles of keys.
+        last_first: whether the last keys of a head come first.
+        reasons: one sentence for each choice.
+        flops: floating-point operations of the five products, masked parts left out.
+    """
+
+    prepare: PrepareSpec
+    main: BackwardSpec
+    finish: FinishSpec
+    order: Order
+    last_first: bool
+    reasons: tuple[str, ...]
+    flops: float
+
+
+def why_no_backward(problem: Problem) -> str | None:
+    """Why no kernels exist for the gradients of this problem, or ``None`` when they do."""
+    if problem.dtype not in ELEMENT_BYTES:
+        return f"dtype {problem.dtype}: kernels exist for {', '.join(ELEMENT_BYTES)}"
+    if problem.qv and problem.head_dim + problem.head_dim_v > MAX_COLUMNS:
+        return (
+            f"qv beside head_dim={problem.head_dim}, head_dim_v={problem.head_dim_v}: kernels exist up to "
+            f"{MAX_COLUMNS} in all"
+        )
+    if problem.block_sparse:
+        return "block_mask: kernels with lists of blocks exist for the forward alone"
+    return None
+
+
+def backward_class(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The tile class with the least work that holds the head dims; of a wide v, one part of its columns."""
+    head_dim_v = min(head_dim_v, MAX_COLUMNS)
+    return min((c for c in BACKWARD_CLASSES if c[0] >= head_dim and c[1] >= head_dim_v), key=sum)
+
+
+def make_backward_specs(
+    dtype: str,
+    kind: tuple[int, int],
+    mask: str,
+    tiles: BackwardTiles,
+    **features: bool | str,
+) -> tuple[PrepareSpec, BackwardSpec, FinishSpec]:
+    """The kernels of a tile class with these tiles."""
+    head_dim, head_dim_v = kind
+    return (
+        PrepareSpec(dtype, head_dim, head_dim_v, tiles.tile_m),
+        BackwardSpec(
+            dtype, head_dim, head_dim_v, mask, tiles.tile_m, tiles.tile_n, tiles.stages, tiles.stages_dout,
+            **features,  # type: ignore[arg-type]
+        ),
+        FinishSpec(dtype, head_dim, tiles.tile_m),
+    )  # fmt: skip
+
+
+def plan_backward(problem: Problem, device: DeviceFacts, derivative: str = "", deterministic: bool = False) -> BackwardPlan:
+    """Choose the kernels and the launch for the gradients of a problem.
+
+    ``derivative`` is the name of the derivative of its score_mod.
+
+    Raises:
+        NotImplementedError: no kernels exist for the problem.
+    """
+    missing = why_no_backward(problem)
+    if missing is not None:
+        raise NotImplementedError(missing)
+    # qv is more columns of q, and v as many more of k.
+    head_dim = problem.head_dim + (problem.head_dim_v if problem.qv else 0)
+    kind = backward_class(head_dim, problem.head_dim_v)
+    modified = bool(problem.softcap or problem.score_mod)
+    tiles = (BACKWARD_MODIFIED if modified else BACKWARD_TILES)[kind]
+    prepare, main, finish = make_backward_specs(
+        problem.dtype,
+        kind,
+        problem.mask,
+        tiles,
+        softcap=problem.softcap > 0.0,
+        score_mod=problem.score_mod,
+        derivative=derivative if problem.score_mod else "",
+        mask_mod=problem.mask_mod,
+        score_aux=",".join(problem.score_aux),
+        mask_aux=",".join(problem.mask_aux),
+    )
+    order = backward_order(problem, main, device)
+    # In a fixed order of the sums of dQ, a block waits for those before it: the last keys first, those of a causal
+    # mask begin at once, each a step behind the next.
+    last_first = deterministic and problem.mask in ("causal", "window")
+    reasons = (
+        f"tiles of {tiles.tile_m} queries x {tiles.tile_n} keys in {tiles.stages} stages: {tiles.reason}",
+        order.reason,
+    )
+    return BackwardPlan(prepare, main, finish, order, last_first, reasons, backward_flops(problem))
+
+
+def backward_order(problem: Problem, spec: BackwardSpec, device: DeviceFacts) -> Order:
+    """In which order the blocks take the tiles of keys: a few heads at a time, whose q, dout and dQ stay in L2."""
+    n_blocks = math.ceil(problem.seqlen_k / spec.tile_n)
+    heads = problem.heads_kv * problem.batch
+    tiles = n_blocks * heads
+    multiprocessors = planning.available(problem, device)
+    blocks = max(1, min(tiles, multiprocessors))
+    element = ELEMENT_BYTES[spec.dtype]
+    row_bytes = element * (spec.head_dim + spec.head_dim_v) + 4 * spec.head_dim
+    head_bytes = max(1, problem.group_size * problem.seqlen_q * row_bytes)
+    fitting = int(L2_SHARE * device.l2_bytes) // head_bytes
+    filling = math.ceil(multiprocessors / max(n_blocks, 1))
+    section = max(1, min(heads, max(fitting, filling)))
+    reason = f"{tiles} tiles of keys for {blocks} persistent blocks, {section} K/V heads at a time"
+    return Order(section, max(n_blocks, 1), tiles, blocks, reason)
+
+
+def backward_flops(problem: Problem) -> float:
+    """FLOPs of the five products over the keys that each row sees by causal mask, window and chunk."""
+    columns = 3 * problem.head_dim + 2 * problem.head_dim_v + (3 * problem.head_dim_v if problem.qv else 0)
+    return 2.0 * problem.batch * problem.heads_q * planning.visible_pairs(problem) * columns
+
+
+def backward_specs() -> Iterator[PrepareSpec | BackwardSpec | FinishSpec]:
+    """All kernels that a plain call's gradients, or those of one with a window, can ask for."""
+    for dtype, (kind, tiles) in itertools.product(ELEMENT_BYTES, BACKWARD_TILES.items()):
+        for mask in ("full", "causal", "window"):
+            yield from make_backward_specs(dtype, kind, mask, tiles)

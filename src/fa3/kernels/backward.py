@@ -1,0 +1,875 @@
+"""The main pass of the backward: dK, dV and the float32 sums of dQ.
+
+With P = exp2(scale_log2 * Q K^T - LSE), recomputed, and delta = rowsum(dO * O) - dLSE from the pass before:
+
+    dV = P^T dO        dP = dO V^T        dS = P * (dP - delta)        dK = scale * dS^T Q        dQ = scale * dS K
+
+A block keeps the keys of one tile, and dK and dV of them in registers, and walks down the query tiles that see them,
+for all the query heads that share them. Scores are held transposed, keys by queries: P^T and dS^T are then the first
+operands of dV and dK as they lie in the registers, and LSE and delta belong to columns. Only dQ, whose sum runs over
+keys of both warpgroups and of other blocks, needs dS in shared memory; its parts are added to float32 in global
+memory, each thread's registers as they are, so that a last small pass puts them in order.
+
+Each of the two consumer warpgroups owns 64 keys (``spec.split_keys``). Beyond 128 columns dK and dV of 64 keys take
+the registers of both: then they share 64 keys, split the queries of the scores, hand P and dS to each other through
+shared memory, and split the columns of dK and dV.
+
+The steps overlap: dK and dQ of a query tile are issued behind the scores of the next one and run under its
+exponentials; dV runs under dS.
+
+Reference: FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+
+from fa3.spec import DS_BUFFERS, WARPGROUP_THREADS, WGMMA_ROWS, BackwardSpec
+
+from .forward import DTYPES, REGISTERS
+from .parts import barriers, copies, gradients, layout, products, ptx, scores, softmax, tiles
+from .parts.backward_work import (
+    KeyBarriers,
+    KeyExtras,
+    KeyLoads,
+    KeyOperands,
+    KeyShared,
+    KeySizes,
+    KeyStores,
+    KeyWork,
+    Rows,
+)
+from .parts.extras import extra_types, name_extra_numbers
+from .parts.mask import Mask
+from .parts.work import Consumer, Load
+
+K, MN = OperandMajorMode.K, OperandMajorMode.MN
+SMEM, RMEM = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+
+
+class BackwardKernel:
+    """Host launch and device code of one ``BackwardSpec``."""
+
+    def __init__(self, spec: BackwardSpec):
+        self.spec = spec
+        self.dtype = DTYPES[spec.dtype]
+        self.tile_m, self.tile_n = spec.tile_m, spec.tile_n
+        self.head_dim, self.head_dim_v = spec.head_dim, spec.head_dim_v
+        self.groups = spec.consumer_warpgroups
+        self.key_parts = spec.tile_n // WGMMA_ROWS
+        # A warpgroup's columns of dK and dV.
+        share = 1 if spec.split_keys else self.groups
+        self.dk_columns, self.dv_columns = spec.head_dim // share, spec.head_dim_v // share
+        self.score_mod, self.mask_mod = scores.find_mod(spec.score_mod), scores.find_mod(spec.mask_mod)
+        self.derivative = scores.find_mod(spec.derivative)
+
+    # ------------------------------------------------------------------ host
+
+    @cute.jit
+    def __call__(
+        self,
+        q: Int64,
+        k: Int64,
+        v: Int64,
+        dout: Int64,
+        dk: Int64,
+        dv: Int64,
+        lse: Int64,
+        delta: Int64,
+        dq: Int64,
+        turns: Int64,
+        counter: Int64,
+        stream: cuda.CUstream,
+        batch: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        heads_q: Int32,
+        heads_kv: Int32,
+        head_dim: Int32,
+        head_dim_v: Int32,
+        q_strides: tuple,
+        k_strides: tuple,
+        v_strides: tuple,
+        dout_strides: tuple,
+        dk_strides: tuple,
+        dv_strides: tuple,
+        softmax_scale: Float32,
+        section: Int32,
+        levels: Int32,
+        last_first: Int32,
+        blocks: Int32,
+        extra_numbers: tuple | None,
+    ):
+        """Build the TMA descriptors and launch.
+
+        The first eleven arguments are device addresses; `Rows` explains lse, delta, dq and turns, ``tiles.Supply``
+        the counter. Strides are (batch, row, head) in elements, multiples of 8, addresses of 16 bytes. ``section``
+        and ``levels`` are explained at ``tiles.place_of_tile``; ``blocks`` thread blocks run. ``extra_numbers`` are
+        those of ``extra_types``, in its order.
+        """
+        spec = self.spec
+        numbers = name_extra_numbers(spec, extra_numbers)
+        views = []
+        for address, strides, rows, columns, heads in (
+            (q, q_strides, seqlen_q, head_dim, heads_q),
+            (k, k_strides, seqlen_k, head_dim, heads_kv),
+            (v, v_strides, seqlen_k, head_dim_v, heads_kv),
+            (dout, dout_strides, seqlen_q, head_dim_v, heads_q),
+            (dk, dk_strides, seqlen_k, head_dim, heads_kv),
+            (dv, dv_strides, seqlen_k, head_dim_v, heads_kv),
+        ):
+            batch_stride, row_stride, head_stride = strides
+            shape = (rows, columns, heads, batch)
+            views.append(
+                copies.global_tensor(self.dtype, address, shape, (row_stride, head_stride, batch_stride))
+            )
+        q_view, k_view, v_view, dout_view, dk_view, dv_view = views
+
+        q_smem, k_smem, v_smem, dout_smem, dk_smem, dv_smem = self.shared_layouts()
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        q_tma, q_tensor = copies.make_tma(load, q_view, q_smem)
+        k_tma, k_tensor = copies.make_tma(load, k_view, k_smem)
+        v_tma, v_tensor = copies.make_tma(load, v_view, v_smem)
+        dout_tma, dout_tensor = copies.make_tma(load, dout_view, dout_smem)
+        dk_tma, dk_tensor = copies.make_tma(store, dk_view, dk_smem)
+        dv_tma, dv_tensor = copies.make_tma(store, dv_view, dv_smem)
+
+        n_blocks = (seqlen_k + self.tile_n - 1) // self.tile_n
+        m_blocks = (seqlen_q + self.tile_m - 1) // self.tile_m
+        left, right, chunk = numbers["window"]
+        sizes = KeySizes(
+            batch, heads_q, heads_kv, heads_q // heads_kv, m_blocks, n_blocks, section, levels,
+            n_blocks * heads_kv * batch, last_first, Mask(seqlen_q, seqlen_k, left, right, chunk),
+        )  # fmt: skip
+        # As in the forward: with a cap, scores become the tanh of themselves, and the cap the softmax scale; a
+        # score_mod gets real scores, so nothing is left to scale.
+        softcap = numbers["softcap"]
+        tanh_factor, mod_factor, scale = Float32(0.0), Float32(0.0), softmax_scale
+        if const_expr(spec.softcap):
+            tanh_factor, scale = softmax_scale / softcap, softcap
+        if const_expr(spec.score_mod):
+            mod_factor, scale = scale, Float32(1.0)
+        extras = KeyExtras(tanh_factor, mod_factor, softcap, numbers["score_aux"], numbers["mask_aux"])
+        self.kernel(
+            (q_tma, q_tensor),
+            (k_tma, k_tensor),
+            (v_tma, v_tensor),
+            (dout_tma, dout_tensor),
+            (dk_tma, dk_tensor),
+            (dv_tma, dv_tensor),
+            Rows(lse, delta, dq, turns),
+            sizes,
+            extras,
+            counter,
+            blocks,
+            softmax_scale,
+            scale * softmax.LOG2_E,
+        ).launch(
+            grid=[blocks, 1, 1],
+            block=[spec.threads, 1, 1],
+            stream=stream,
+            # Without this the compiler drops the register reallocation.
+            min_blocks_per_mp=1,
+        )
+
+    def shared_layouts(self) -> tuple[cute.ComposedLayout, ...]:
+        """Layouts of q, k, v, dout, and of dk and dv, which take the places of k and v; rows by columns."""
+        spec = self.spec
+        q_part = self.dk_columns if self.dk_columns < self.head_dim else 0
+        k_part = min(spec.dq_columns, self.dk_columns)
+        dv_part = self.dv_columns
+        return (
+            copies.shared_layout(self.dtype, (self.tile_m, self.head_dim, spec.stages), K, part=q_part),
+            copies.shared_layout(self.dtype, (WGMMA_ROWS, self.head_dim, self.key_parts), K, part=k_part),
+            copies.shared_layout(self.dtype, (WGMMA_ROWS, self.head_dim_v, self.key_parts), K, part=dv_part),
+            copies.shared_layout(self.dtype, (self.tile_m, self.head_dim_v, spec.stages_dout), K, part=dv_part),
+            copies.shared_layout(self.dtype, (WGMMA_ROWS, self.dk_columns, self.groups), K, part=k_part),
+            copies.shared_layout(self.dtype, (WGMMA_ROWS, self.dv_columns, self.groups), K, part=dv_part),
+        )
+
+    # ---- products of one warpgroup
+
+    def scores_mma(self) -> cute.TiledMma:
+        """S^T = K Q^T and dP^T = V dO^T: 64 keys by the group's queries."""
+        return products.make_mma(self.dtype, self.spec.score_rows, SMEM, K)
+
+    def keys_mma(self, columns: int) -> cute.TiledMma:
+        """dV += P^T dO and dK += dS^T Q: 64 keys by the group's columns."""
+        return products.make_mma(self.dtype, columns, RMEM if self.spec.split_keys else SMEM, MN)
+
+    def dq_mma(self) -> cute.TiledMma:
+        """dQ = dS K: 64 queries by the group's columns; dS lies transposed."""
+        return products.make_mma(self.dtype, self.spec.dq_columns, SMEM, MN, a_major=MN)
+
+    # ------------------------------------------------------------------ device
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_tma: tuple,
+        k_tma: tuple,
+        v_tma: tuple,
+        dout_tma: tuple,
+        dk_tma: tuple,
+        dv_tma: tuple,
+        rows: Rows,
+        sizes: KeySizes,
+        extras: KeyExtras,
+        counter: Int64,
+        blocks: Int32,
+        softmax_scale: Float32,
+        scale_log2: Float32,
+    ):
+        """Set up shared memory and barriers, and send each warpgroup into its role."""
+        spec, dtype = self.spec, self.dtype
+        thread, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(thread // 32)
+        group_index = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+
+        if warp_index == 0:
+            for atom, _ in (q_tma, k_tma, v_tma, dout_tma, dk_tma, dv_tma):
+                cpasync.prefetch_descriptor(atom)
+
+        q_smem, k_smem, v_smem, dout_smem, dk_smem, dv_smem = self.shared_layouts()
+        score_tiles = DS_BUFFERS * self.key_parts
+        ds_smem = copies.shared_layout(dtype, (WGMMA_ROWS, self.tile_m, score_tiles), K, part=spec.score_rows)
+        p_elements = 0 if spec.split_keys else cute.cosize(ds_smem)
+
+        @cute.struct
+        class SharedStorage:
+            kv_empty: cute.struct.MemRange[Int64, 1]
+            k_full: cute.struct.MemRange[Int64, 1]
+            v_full: cute.struct.MemRange[Int64, 1]
+            q_full: cute.struct.MemRange[Int64, spec.stages]
+            q_empty: cute.struct.MemRange[Int64, spec.stages]
+            dout_full: cute.struct.MemRange[Int64, spec.stages_dout]
+            dout_empty: cute.struct.MemRange[Int64, spec.stages_dout]
+            ds_full: cute.struct.MemRange[Int64, DS_BUFFERS]
+            p_full: cute.struct.MemRange[Int64, DS_BUFFERS]
+            tile_full: cute.struct.MemRange[Int64, tiles.SLOTS]
+            tile_empty: cute.struct.MemRange[Int64, tiles.SLOTS]
+            tile_slots: cute.struct.MemRange[Int32, 3 * tiles.SLOTS]
+            zero: cute.struct.MemRange[Int32, 1]
+            lse: cute.struct.Align[cute.struct.MemRange[Float32, self.tile_m * spec.stages], 128]
+            delta: cute.struct.Align[cute.struct.MemRange[Float32, self.tile_m * spec.stages_dout], 128]
+            k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_smem)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(v_smem)], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_smem)], 1024]
+            dout: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(dout_smem)], 1024]
+            ds: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(ds_smem)], 1024]
+            p: cute.struct.Align[cute.struct.MemRange[dtype, p_elements], 1024]
+
+        storage = cutlass.utils.SmemAllocator().allocate(SharedStorage)
+
+        def tensor(memory: Any, smem: cute.ComposedLayout) -> cute.Tensor:
+            return memory.get_tensor(smem.outer, swizzle=smem.inner)
+
+        def columns_first(smem: cute.ComposedLayout, part: int) -> cute.ComposedLayout:
+            rows_of, columns_of, count = (cute.size(smem, mode=[i]) for i in range(3))
+            return copies.shared_layout(dtype, (columns_of, rows_of, count), MN, part=part)
+
+        q_part = self.dk_columns if self.dk_columns < self.head_dim else 0
+        k_part = min(spec.dq_columns, self.dk_columns)
+        shared = KeyShared(
+            tensor(storage.k, k_smem),
+            tensor(storage.k, columns_first(k_smem, k_part)),
+            tensor(storage.v, v_smem),
+            tensor(storage.q, q_smem),
+            tensor(storage.q, columns_first(q_smem, q_part)),
+            tensor(storage.dout, dout_smem),
+            tensor(storage.dout, columns_first(dout_smem, self.dv_columns)),
+            tensor(storage.ds, ds_smem),
+            tensor(storage.ds, columns_first(ds_smem, spec.score_rows)),
+            None if const_expr(spec.split_keys) else tensor(storage.p, ds_smem),
+            storage.zero.get_tensor(cute.make_layout(1)),
+        )
+        if thread == 0:
+            shared.zero[0] = Int32(0)
+        extras = extras._replace(
+            score_aux=scores.make_aux(spec.score_aux, extras.score_aux),
+            mask_aux=scores.make_aux(spec.mask_aux, extras.mask_aux),
+        )
+        kv_empty, k_full, v_full = storage.kv_empty.data_ptr(), storage.k_full.data_ptr(), storage.v_full.data_ptr()
+        q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
+        dout_full, dout_empty = storage.dout_full.data_ptr(), storage.dout_empty.data_ptr()
+        between = KeyBarriers(storage.ds_full.data_ptr(), storage.p_full.data_ptr())
+        supply = tiles.Supply(
+            counter,
+            sizes.tiles,
+            blocks,
+            storage.tile_slots.get_tensor(cute.make_layout((3, tiles.SLOTS))),
+            storage.tile_full.data_ptr(),
+            storage.tile_empty.data_ptr(),
+        )
+
+        if warp_index == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(k_full, 1)
+                cute.arch.mbarrier_init(v_full, 1)
+                # The warp that stored dK and dV of a warpgroup releases k and v, whose places they took.
+                cute.arch.mbarrier_init(kv_empty, self.groups)
+                # Every consumer warp releases a stage, and says that its part of P or dS is there, for itself.
+                for full, empty, count in (
+                    (q_full, q_empty, spec.stages),
+                    (dout_full, dout_empty, spec.stages_dout),
+                    (supply.full, supply.empty, tiles.SLOTS),
+                ):
+                    for s in cutlass.range_constexpr(count):
+                        cute.arch.mbarrier_init(full + s, 1)
+                        cute.arch.mbarrier_init(empty + s, 4 * self.groups)
+                for s in cutlass.range_constexpr(DS_BUFFERS):
+                    cute.arch.mbarrier_init(between.ds_full + s, 4 * self.groups)
+                    cute.arch.mbarrier_init(between.p_full + s, 4 * self.groups)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        # Tiles of the global tensors: (rows, columns, tile, head, batch).
+        def make_load(
+            pair: tuple, tile: cute.Tensor, smem: cute.ComposedLayout, full: Any, empty: Any, bytes_beside: int = 0
+        ) -> Load:
+            atom, in_global = pair
+            rows_of, columns_of = cute.size(smem, mode=[0]), cute.size(smem, mode=[1])
+            global_tiles = cute.local_tile(in_global, (rows_of, columns_of), (None, 0, None, None))
+            size = cute.size_in_bytes(dtype, cute.select(smem, mode=[0, 1]))
+            return Load(atom, *copies.partition(atom, tile, global_tiles), full, empty, size + bytes_beside)
+
+        loads = KeyLoads(
+            make_load(k_tma, shared.k, k_smem, k_full, kv_empty),
+            make_load(v_tma, shared.v, v_smem, v_full, kv_empty),
+            make_load(q_tma, shared.q, q_smem, q_full, q_empty, 4 * self.tile_m),
+            make_load(dout_tma, shared.dout, dout_smem, dout_full, dout_empty, 4 * self.tile_m),
+            storage.lse.get_tensor(cute.make_layout((self.tile_m, spec.stages))),
+            storage.delta.get_tensor(cute.make_layout((self.tile_m, spec.stages_dout))),
+        )
+        stores = []
+        for pair, memory, smem in ((dk_tma, storage.k, dk_smem), (dv_tma, storage.v, dv_smem)):
+            atom, in_global = pair
+            columns_of = cute.size(smem, mode=[1])
+            global_tiles = cute.local_tile(in_global, (WGMMA_ROWS, columns_of), (None, None, None, None))
+            tile = tensor(memory, smem)
+            stores.append((tile, atom, *copies.partition(atom, tile, global_tiles)))
+        stores = tuple(stores)
+
+        producer_registers, consumer_registers = REGISTERS[self.groups]
+        if group_index == 0:
+            cute.arch.setmaxregister_decrease(producer_registers)
+            if warp_index == 0:
+                self.load(sizes, extras, supply, loads, rows)
+        else:
+            cute.arch.setmaxregister_increase(consumer_registers)
+            thread = thread - WARPGROUP_THREADS
+            warp_in_group = cute.arch.make_warp_uniform(thread // 32) % 4
+            me = Consumer(group_index - 1, warp_in_group, thread % 32, False)
+            self.attend(sizes, extras, supply, loads, between, rows, me, shared, stores, softmax_scale, scale_log2)
+
+    @cute.jit
+    def work_of(
+        self,
+        sizes: KeySizes,
+        extras: KeyExtras,
+        n_block: Int32,
+        head_kv: Int32,
+        batch_index: Int32,
+        done: Int32,
+        position: Int32,
+    ) -> KeyWork:
+        """Describe a tile of work."""
+        first_key = n_block * self.tile_n
+        last_key = cutlass.min(first_key + self.tile_n, sizes.mask.seqlen_k) - 1
+        begin, end = sizes.mask.query_tiles(first_key, last_key, self.tile_m, self.spec.mask)
+        tiles_per_head = end - begin
+        return KeyWork(
+            sizes, extras, n_block, head_kv, batch_index, begin, tiles_per_head, tiles_per_head * sizes.group, done,
+            position,
+        )  # fmt: skip
+
+    def row_tile(self, work: KeyWork, head: Int32, m_block: Int32) -> Int32:
+        """Number of a query tile among those of all heads and batch entries."""
+        return (work.batch_index * work.sizes.heads_q + head) * work.sizes.m_blocks + m_block
+
+    # ---- producer
+
+    @cute.jit
+    def publish_tile(self, sizes: KeySizes, supply: tiles.Supply, number: Int32, tile: Int32) -> tuple:
+        """Work out where the block's tile ``number`` lies, publish it, and return the place."""
+        n_block, head_kv, batch_index = Int32(-1), Int32(0), Int32(0)
+        if tile < sizes.tiles:
+            n_block, head_kv, batch_index = tiles.place_of_tile(
+                tile, sizes.n_blocks, sizes.heads_kv, sizes.batch, sizes.section, sizes.levels, False
+            )
+            if sizes.last_first != 0:
+                n_block = sizes.n_blocks - 1 - n_block
+        supply.publish(number, n_block, head_kv, batch_index)
+        return n_block, head_kv, batch_index
+
+    @cute.jit
+    def load(self, sizes: KeySizes, extras: KeyExtras, supply: tiles.Supply, loads: KeyLoads, rows: Rows):
+        """The producer warp: K and V once for each tile, Q and dO, LSE and delta step by step."""
+        done, position = Int32(0), Int32(0)
+        n_block, head_kv, batch_index = self.publish_tile(sizes, supply, done, cute.arch.block_idx()[0])
+        while n_block >= 0:
+            work = self.work_of(sizes, extras, n_block, head_kv, batch_index, done, position)
+            m_block, head = work.first_tile, head_kv * sizes.group
+            # Q first: its stage is free before the consumers have stored dK and dV of the tile before.
+            if work.steps > 0:
+                self.load_rows(work, loads.q, loads.lse, rows.lse, Int32(0), head, m_block, self.spec.stages)
+            self.load_keys(work, loads)
+            for step in cutlass.range(0, work.steps, unroll=1):
+                if step > 0:
+                    self.load_rows(work, loads.q, loads.lse, rows.lse, step, head, m_block, self.spec.stages)
+                self.load_rows(
+                    work, loads.dout, loads.delta, rows.delta, step, head, m_block, self.spec.stages_dout
+                )
+                m_block, head = self.next_rows(work, m_block, head)
+            position += work.steps
+            done += 1
+            n_block, head_kv, batch_index = self.publish_tile(sizes, supply, done, supply.fetch())
+
+    @cute.jit
+    def next_rows(self, work: KeyWork, m_block: Int32, head: Int32) -> tuple[Int32, Int32]:
+        """The query tile and head of the step after this one."""
+        m_block = m_block + 1
+        if m_block == work.first_tile + work.tiles_per_head:
+            m_block = work.first_tile
+            head = head + 1
+        return m_block, head
+
+    @cute.jit
+    def load_keys(self, work: KeyWork, loads: KeyLoads):
+        """Bring K and V of a tile as soon as dK and dV of the one before have left their places."""
+        barriers.wait_empty(loads.k.empty, work.done, 1)
+        for load in (loads.k, loads.v):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(load.full, load.bytes * self.key_parts)
+            for part in cutlass.range_constexpr(self.key_parts):
+                source = load.source[None, work.n_block * self.key_parts + part, work.head_kv, work.batch_index]
+                cute.copy(load.tma, source, load.target[None, part], tma_bar_ptr=load.full)
+
+    @cute.jit
+    def load_rows(
+        self,
+        work: KeyWork,
+        load: Load,
+        statistics: cute.Tensor,
+        address: Int64,
+        step: Int32,
+        head: Int32,
+        m_block: Int32,
+        stages: cutlass.Constexpr,
+    ):
+        """Bring a tile of Q or dO, and what belongs to its rows, as soon as a stage is free."""
+        position = work.position + step
+        barriers.wait_empty(load.empty, position, stages)
+        stage = barriers.stage_of(position, stages)
+        copies.issue(load, stage, m_block, head, work.batch_index)
+        source = address + 4 * self.tile_m * Int64(self.row_tile(work, head, m_block))
+        copies.issue_bulk(load.full + stage, source, statistics[None, stage])
+
+    # ---- consumers
+
+    @cute.jit
+    def attend(
+        self,
+        sizes: KeySizes,
+        extras: KeyExtras,
+        supply: tiles.Supply,
+        loads: KeyLoads,
+        between: KeyBarriers,
+        rows: Rows,
+        me: Consumer,
+        shared: KeyShared,
+        stores: tuple,
+        softmax_scale: Float32,
+        scale_log2: Float32,
+    ):
+        """One consumer warpgroup: its keys, or its columns, of each tile of the block."""
+        operands = self.make_operands(shared, me)
+        done, position = Int32(0), Int32(0)
+        n_block, head_kv, batch_index = supply.take(done)
+        while n_block >= 0:
+            work = self.work_of(sizes, extras, n_block, head_kv, batch_index, done, position)
+            operands.dk.fill(0.0)
+            operands.dv.fill(0.0)
+            barriers.wait_full(loads.k.full, done, 1)
+            barriers.wait_full(loads.v.full, done, 1)
+            if work.steps > 0:
+                self.walk(work, loads, between, rows, me, shared, operands, scale_log2)
+            # K and V have been read by all, and dK and dV may take their places.
+            barriers.sync_groups(self.groups)
+            for i in cutlass.range_constexpr(cute.size(operands.dk)):
+                operands.dk[i] = operands.dk[i] * softmax_scale
+            self.store(work, me, operands.dv, self.dv_columns, stores[1])
+            self.store(work, me, operands.dk, self.dk_columns, stores[0])
+            if me.warp == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                barriers.release(loads.k.empty, done, 1)
+            position += work.steps
+            done += 1
+            n_block, head_kv, batch_index = supply.take(done)
+
+    def accumulator(self, mma: cute.TiledMma, columns: int) -> cute.Tensor:
+        """Registers for a product of 64 rows. Those that live no longer than a step are made anew in each.
+
+        A WGMMA that does not accumulate reads its registers all the same, as far as the compiler knows: kept, they
+        would be taken from one step to the next.
+        """
+        return cute.make_rmem_tensor(mma.partition_shape_C((WGMMA_ROWS, columns)), Float32)
+
+    def make_operands(self, shared: KeyShared, me: Consumer) -> KeyOperands:
+        """Descriptors of the tiles that this warpgroup multiplies, and its registers."""
+        spec, group = self.spec, me.group
+        scores_mma, dk_mma, dv_mma, dq_mma = (
+            self.scores_mma(), self.keys_mma(self.dk_columns), self.keys_mma(self.dv_columns), self.dq_mma()
+        )  # fmt: skip
+        scores_slice, dk_slice, dv_slice, dq_slice = (
+            mma.get_slice(0) for mma in (scores_mma, dk_mma, dv_mma, dq_mma)
+        )
+
+        def part(tensor: cute.Tensor, size: int, mode: int = 0) -> cute.Tensor:
+            """The warpgroup's ``size`` rows (or columns, mode 1) of all tiles, if not all of them."""
+            if cute.size(tensor, mode=[mode]) == size:
+                return tensor
+            tiler = [cute.size(tensor, mode=[i]) for i in range(3)]
+            tiler[mode] = size
+            coordinate = [0, 0, 0]
+            coordinate[mode] = group
+            return cute.local_tile(tensor, tuple(tiler), tuple(coordinate))
+
+        keys = group if spec.split_keys else 0
+        queries = spec.score_rows
+        q, dout = part(shared.q, queries), part(shared.dout, queries)
+        k, v = shared.k[None, None, keys], shared.v[None, None, keys]
+        ds_rows = part(shared.ds_rows, WGMMA_ROWS)
+        k_columns = part(shared.k_columns, spec.dq_columns)
+        if spec.split_keys:
+            p = layout.make_probability_operand(self.tile_m, self.dtype)
+            ds = layout.make_probability_operand(self.tile_m, self.dtype)
+        else:
+            p = dv_mma.make_fragment_A(dv_slice.partition_A(shared.p))
+            ds = dk_mma.make_fragment_A(dk_slice.partition_A(shared.ds))
+
+        return KeyOperands(
+            k=scores_mma.make_fragment_A(scores_slice.partition_A(k)),
+            v=scores_mma.make_fragment_A(scores_slice.partition_A(v)),
+            q=scores_mma.make_fragment_B(scores_slice.partition_B(q)),
+            dout=scores_mma.make_fragment_B(scores_slice.partition_B(dout)),
+            q_columns=dk_mma.make_fragment_B(dk_slice.partition_B(part(shared.q_columns, self.dk_columns))),
+            dout_columns=dv_mma.make_fragment_B(dv_slice.partition_B(part(shared.dout_columns, self.dv_columns))),
+            ds_rows=dq_mma.make_fragment_A(dq_slice.partition_A(ds_rows)),
+            k_columns=dq_mma.make_fragment_B(dq_slice.partition_B(k_columns)),
+            p=p,
+            ds=ds,
+            dk=self.accumulator(dk_mma, self.dk_columns),
+            dv=self.accumulator(dv_mma, self.dv_columns),
+        )
+
+    @cute.jit
+    def walk(
+        self,
+        work: KeyWork,
+        loads: KeyLoads,
+        between: KeyBarriers,
+        rows: Rows,
+        me: Consumer,
+        shared: KeyShared,
+        operands: KeyOperands,
+        scale_log2: Float32,
+    ):
+        """The main loop over the query tiles of one tile of keys."""
+        m_block, head = work.first_tile, work.head_kv * work.sizes.group
+        before = m_block, head
+        self.step(work, Int32(0), m_block, head, before, loads, between, rows, me, shared, operands, scale_log2, True)
+        for step in cutlass.range(1, work.steps, unroll=1):
+            before = m_block, head
+            m_block, head = self.next_rows(work, m_block, head)
+            self.step(work, step, m_block, head, before, loads, between, rows, me, shared, operands, scale_log2, False)
+        # What the last query tile owes.
+        last = work.position + work.steps - 1
+        self.issue_dk(last, between, operands)
+        dq = self.issue_dq(last, between, operands)
+        warpgroup.wait_group(0)
+        barriers.release(loads.dout.empty, last, self.spec.stages_dout)
+        barriers.release(loads.q.empty, last, self.spec.stages)
+        self.add_dq(work, rows, head, m_block, me, dq)
+
+    @cute.jit
+    def step(
+        self,
+        work: KeyWork,
+        step: Int32,
+        m_block: Int32,
+        head: Int32,
+        before: tuple[Int32, Int32],
+        loads: KeyLoads,
+        between: KeyBarriers,
+        rows: Rows,
+        me: Consumer,
+        shared: KeyShared,
+        operands: KeyOperands,
+        scale_log2: Float32,
+        first: cutlass.Constexpr,
+    ):
+        """Scores, P, dV and dS of this query tile; dK and dQ of the one before, which the first step lacks."""
+        spec = self.spec
+        position = work.position + step
+        q_stage, dout_stage = (barriers.stage_of(position, n) for n in (spec.stages, spec.stages_dout))
+        barriers.wait_full(loads.q.full, position, spec.stages)
+        q_tile = operands.q[None, None, None, q_stage]
+        raw_scores = self.accumulator(self.scores_mma(), spec.score_rows)
+        products.issue(self.scores_mma(), raw_scores, operands.k, q_tile, accumulate=False)
+        if const_expr(not first):
+            self.issue_dk(position - 1, between, operands)
+        # dK of the tile before runs on under the exponentials; dV of it is done.
+        warpgroup.wait_group(0 if const_expr(first) else 1)
+        if const_expr(not first):
+            barriers.release(loads.dout.empty, position - 1, spec.stages_dout)
+
+        queries = self.first_query_of(m_block, me)
+        keys = self.keys_of(work, me)
+        p = operands.p if const_expr(spec.split_keys) else self.rounded_scores()
+        values = self.probabilities(
+            work, m_block, head, keys, queries, me, loads.lse[None, q_stage], raw_scores, p, scale_log2
+        )
+        if const_expr(not spec.split_keys):
+            self.share(p, shared.p, position, between.p_full, me)
+        if const_expr(not first):
+            dq = self.issue_dq(position - 1, between, operands)
+            # dK and dQ of the tile before are done, and their registers free for dP.
+            warpgroup.wait_group(0)
+            barriers.release(loads.q.empty, position - 1, spec.stages)
+            self.add_dq(work, rows, before[1], before[0], me, dq)
+        barriers.wait_full(loads.dout.full, position, spec.stages_dout)
+        dout_tile = operands.dout[None, None, None, dout_stage]
+        dp = self.accumulator(self.scores_mma(), spec.score_rows)
+        products.issue(self.scores_mma(), dp, operands.v, dout_tile, accumulate=False)
+        dout_columns = operands.dout_columns[None, None, None, dout_stage]
+        if const_expr(spec.split_keys):
+            p_operand = operands.p
+        else:
+            barriers.wait_full(between.p_full, position, DS_BUFFERS)
+            p_operand = operands.p[None, None, None, barriers.stage_of(position, DS_BUFFERS)]
+        products.issue(self.keys_mma(self.dv_columns), operands.dv, p_operand, dout_columns, accumulate=True)
+        # dV runs on under dS; in the first step, a copy of the loop's, that would cost more registers than there are.
+        warpgroup.wait_group(0 if const_expr(first) else 1)
+        delta = gradients.of_lane(self.rows_of(loads.delta[None, dout_stage], me), me.lane)
+        ds = operands.ds if const_expr(spec.split_keys) else self.rounded_scores()
+        factors = values if const_expr(spec.keep_p) else cute.make_tensor(p.iterator, cute.make_layout(cute.size(p)))
+        dp_values = cute.make_tensor(dp.iterator, cute.make_layout(cute.size(dp)))
+        gradients.score_gradients(
+            factors, dp_values, delta, shared.zero[0], ds, self.dtype, self.derivative, raw_scores, work.extras.mod_factor,
+            spec.softcap, work.batch_index, head, keys, queries, work.extras.score_aux,
+        )  # fmt: skip
+        self.share(ds, shared.ds, position, between.ds_full, me)
+
+    def rounded_scores(self) -> cute.Tensor:
+        """Registers for a warpgroup's part of P or dS, rounded."""
+        return layout.make_probability_operand(self.spec.score_rows, self.dtype)
+
+    @cute.jit
+    def issue_dk(self, position: Int32, between: KeyBarriers, operands: KeyOperands):
+        """Issue dK += dS^T Q of a query tile."""
+        q_columns = operands.q_columns[None, None, None, barriers.stage_of(position, self.spec.stages)]
+        if const_expr(self.spec.split_keys):
+            ds = operands.ds
+        else:
+            barriers.wait_full(between.ds_full, position, DS_BUFFERS)
+            ds = operands.ds[None, None, None, barriers.stage_of(position, DS_BUFFERS)]
+        products.issue(self.keys_mma(self.dk_columns), operands.dk, ds, q_columns, accumulate=True)
+
+    @cute.jit
+    def issue_dq(self, position: Int32, between: KeyBarriers, operands: KeyOperands) -> cute.Tensor:
+        """Issue dQ = dS K of a query tile once both warpgroups have written their dS; returns where it will be."""
+        barriers.wait_full(between.ds_full, position, DS_BUFFERS)
+        buffer = barriers.stage_of(position, DS_BUFFERS)
+        mma = self.dq_mma()
+        dq = self.accumulator(mma, self.spec.dq_columns)
+        warpgroup.fence()
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+        for part in cutlass.range_constexpr(self.key_parts):
+            ds_rows = operands.ds_rows[None, None, None, buffer * self.key_parts + part]
+            for k in cutlass.range_constexpr(cute.size(ds_rows, mode=[2])):
+                b = operands.k_columns[None, None, k, part]
+                cute.gemm(mma, dq, ds_rows[None, None, k], b, dq)
+                mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+        return dq
+
+    def first_query_of(self, m_block: Int32, me: Consumer) -> Int32:
+        """The query of the thread's first column."""
+        first = m_block * self.tile_m + layout.first_column(me.lane)
+        return first if self.spec.split_keys else first + me.group * self.spec.score_rows
+
+    def keys_of(self, work: KeyWork, me: Consumer) -> tuple[Int32, Int32]:
+        """The keys of the thread's two rows."""
+        first = self.first_key_of(work, me) + layout.first_row(me.warp, me.lane)
+        return first, first + 8
+
+    def first_key_of(self, work: KeyWork, me: Consumer) -> Int32:
+        """The first key of the warpgroup."""
+        first = work.n_block * self.tile_n
+        return first + WGMMA_ROWS * me.group if self.spec.split_keys else first
+
+    def rows_of(self, statistics: cute.Tensor, me: Consumer) -> cute.Tensor:
+        """The statistics of the warpgroup's queries."""
+        if self.spec.split_keys:
+            return statistics
+        return cute.local_tile(statistics, (self.spec.score_rows,), (me.group,))
+
+    @cute.jit
+    def probabilities(
+        self,
+        work: KeyWork,
+        m_block: Int32,
+        head: Int32,
+        keys: tuple[Int32, Int32],
+        queries: Int32,
+        me: Consumer,
+        statistics: cute.Tensor,
+        raw_scores: cute.Tensor,
+        p: cute.Tensor,
+        scale_log2: Float32,
+    ) -> cute.Tensor:
+        """P, rounded into ``p``; returns it in float32, in the place of the scores unless they are still needed."""
+        spec, extras = self.spec, work.extras
+        values = cute.make_tensor(raw_scores.iterator, cute.make_layout(cute.size(raw_scores)))
+        if const_expr(spec.modified):
+            raw = values
+            values = cute.make_rmem_tensor(cute.make_layout(cute.size(raw)), Float32)
+            gradients.modified(
+                self.score_mod, raw, (extras.tanh_factor, extras.mod_factor), spec.softcap, work.batch_index, head,
+                keys, queries, extras.score_aux, values,
+            )  # fmt: skip
+        if const_expr(self.mask_mod is not None):
+            gradients.hide(self.mask_mod, values, work.batch_index, head, keys, queries, extras.mask_aux)
+        if self.is_cut(work, m_block, me):
+            work.sizes.mask.hide_queries(
+                layout.rows_and_columns(values), keys, queries, spec.mask
+            )
+        lse = gradients.of_lane(self.rows_of(statistics, me), me.lane)
+        gradients.exponentiate(values, scale_log2, lse, p, self.dtype)
+        return values
+
+    @cute.jit
+    def is_cut(self, work: KeyWork, m_block: Int32, me: Consumer) -> Boolean:
+        """Whether the masks, or the end of the keys, leave out some of the warpgroup's scores of a query tile."""
+        mask, kind = work.sizes.mask, self.spec.mask
+        first_key = self.first_key_of(work, me)
+        cut = first_key + WGMMA_ROWS > mask.seqlen_k
+        if const_expr(kind in ("causal", "window")):
+            begin, end = mask.whole_query_tiles(first_key, first_key + WGMMA_ROWS - 1, self.tile_m, kind)
+            cut = cut or m_block < begin
+            if const_expr(kind == "window"):
+                cut = cut or m_block >= end
+        return cut
+
+    @cute.jit
+    def share(self, rounded: cute.Tensor, shared: cute.Tensor, position: Int32, full: cute.Pointer, me: Consumer):
+        """Put the warpgroup's part of P or dS into shared memory, and say so."""
+        spec = self.spec
+        buffer = barriers.stage_of(position, DS_BUFFERS)
+        if const_expr(spec.split_keys):
+            tile = shared[None, None, buffer * self.key_parts + me.group]
+        else:
+            tile = cute.local_tile(shared[None, None, buffer], (WGMMA_ROWS, spec.score_rows), (0, me.group))
+        self.write(rounded, tile, me)
+        # Ordinary writes must be visible to the tensor core.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        barriers.release(full, position, DS_BUFFERS)
+
+    @cute.jit
+    def write(self, rounded: cute.Tensor, tile: cute.Tensor, me: Consumer):
+        """Write an accumulator, rounded, to a (64, columns) tile in shared memory."""
+        columns = cute.size(tile, mode=[1])
+        mma = products.make_mma(self.dtype, columns, RMEM, MN)
+        copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
+        copy_slice = copy.get_slice(32 * me.warp + me.lane)
+        values = cute.make_tensor(rounded.iterator, cute.make_layout(mma.partition_shape_C((WGMMA_ROWS, columns))))
+        cute.copy(copy, copy_slice.retile(values), copy_slice.partition_D(tile))
+
+    @cute.jit
+    def add_dq(self, work: KeyWork, rows: Rows, head: Int32, m_block: Int32, me: Consumer, dq: cute.Tensor):
+        """Add the warpgroup's part of a dQ tile to its sums.
+
+        The sums of a tile are those of the warpgroups' parts one after the other; of a part, four registers of every
+        thread come first, then the next four: a warp adds to 512 bytes at a time.
+        """
+        tile = self.groups * self.row_tile(work, head, m_block) + me.group
+        chunks = cute.size(dq) // 4
+        thread = 32 * me.warp + me.lane
+        address = rows.dq + 16 * (Int64(tile) * (chunks * WARPGROUP_THREADS) + thread)
+        turn_address, turn = rows.turns + 4 * Int64(tile), Int32(0)
+        if rows.turns != 0:
+            turn = self.turn_of(work, m_block)
+            if thread == 0:
+                current = ptx.load_acquire(turn_address)
+                while current != turn:
+                    current = ptx.load_acquire(turn_address)
+            barriers.sync_group(me.group)
+        for i in cutlass.range_constexpr(chunks):
+            ptx.add_to_memory(address + 16 * WARPGROUP_THREADS * i, dq, 4 * i)
+        if rows.turns != 0:
+            cute.arch.fence_acq_rel_gpu()
+            barriers.sync_group(me.group)
+            if thread == 0:
+                ptx.store_release(turn_address, turn + 1)
+
+    @cute.jit
+    def turn_of(self, work: KeyWork, m_block: Int32) -> Int32:
+        """How many blocks add to a dQ tile before this one, where the order is fixed: that of the tiles of work."""
+        mask = work.sizes.mask
+        last_query = cutlass.min((m_block + 1) * self.tile_m, mask.seqlen_q) - 1
+        begin, end = mask.key_tiles(m_block * self.tile_m, last_query, self.tile_n, self.spec.mask)
+        turn = work.n_block - begin
+        if work.sizes.last_first != 0:
+            turn = end - 1 - work.n_block
+        return turn
+
+    @cute.jit
+    def store(
+        self,
+        work: KeyWork,
+        me: Consumer,
+        values: cute.Tensor,
+        columns: cutlass.Constexpr,
+        store: tuple,
+    ):
+        """Send dK or dV of the warpgroup through its place in shared memory."""
+        tile, tma, source, target = store
+        rounded = cute.make_rmem_tensor(values.layout, self.dtype)
+        products.round_to(self.dtype, values, rounded)
+        self.write(rounded, tile[None, None, me.group], me)
+        # Ordinary writes must be visible to TMA before the thread that issues the store goes on.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        barriers.sync_group(me.group)
+        if me.warp == 0:
+            key_tile, part = work.n_block, me.group
+            if const_expr(self.spec.split_keys):
+                key_tile, part = work.n_block * self.key_parts + me.group, Int32(0)
+            cute.copy(tma, source[None, me.group], target[None, key_tile, part, work.head_kv, work.batch_index])
+            cute.arch.cp_async_bulk_commit_group()
+
+
+def compile_backward(spec: BackwardSpec, options: str) -> Any:
+    """Compile the spec's host entry; needs no GPU."""
+    addresses = [Int64(0)] * 11
+    strides = [(Int64(0),) * 3] * 6
+    extras = tuple(kind(1) for _, types in extra_types(spec) for kind in types)
+    return cute.compile(
+        BackwardKernel(spec),
+        *addresses,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=False),
+        *[Int32(1)] * 7,
+        *strides,
+        Float32(1.0),
+        *[Int32(1)] * 4,
+        extras or None,
+        options=options,
+    )

@@ -1,0 +1,135 @@
+"""What the functions of the backward kernel hand to each other."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from .mask import Mask
+from .work import Load
+
+
+class KeySizes(NamedTuple):
+    """Sizes of the launch, the same for every block. A tile of work is ``tile_n`` keys of one K/V head."""
+
+    batch: Int32
+    heads_q: Int32
+    heads_kv: Int32
+    #: Query heads that share a K/V head.
+    group: Int32
+    m_blocks: Int32
+    n_blocks: Int32
+    section: Int32
+    levels: Int32
+    tiles: Int32
+    #: Whether the last keys of a head come first.
+    last_first: Int32
+    mask: Mask
+
+
+class KeyExtras(NamedTuple):
+    """What only some calls ask for, as in `fa3.kernels.parts.work.Extras`."""
+
+    tanh_factor: Float32
+    mod_factor: Float32
+    softcap: Float32
+    score_aux: tuple
+    mask_aux: tuple
+
+
+class Rows(NamedTuple):
+    """Addresses of what there is for each query row: float32, ``m_blocks * tile_m`` of them for each head."""
+
+    #: LSE in log2 units; +inf for rows that see no key, and behind the last.
+    lse: Int64
+    #: rowsum(dout * out) - dLSE; 0 for the same rows.
+    delta: Int64
+    #: Sums of dQ, before the softmax scale; the order of a tile's elements is explained at ``add_dq``.
+    dq: Int64
+    #: Turns of the tiles of dQ, or 0: int32, one for each query tile, head and warpgroup.
+    turns: Int64
+
+
+class KeyWork(NamedTuple):
+    """One tile of work: its keys, and the steps over the query tiles that see them, head after head of the group."""
+
+    sizes: KeySizes
+    extras: KeyExtras
+    n_block: Int32
+    head_kv: Int32
+    batch_index: Int32
+    #: The first query tile, and how many of each head.
+    first_tile: Int32
+    tiles_per_head: Int32
+    steps: Int32
+    #: Tiles that this block has done before, and the steps that went through the stages for them.
+    done: Int32
+    position: Int32
+
+
+class KeyLoads(NamedTuple):
+    """The loads of a backward kernel. The stages of q bring the LSE too, those of dout delta."""
+
+    k: Load
+    v: Load
+    q: Load
+    dout: Load
+    #: (tile_m, stage) float32.
+    lse: cute.Tensor
+    delta: cute.Tensor
+
+
+class KeyShared(NamedTuple):
+    """Tiles in shared memory. Each operand has two views of the same bytes: rows and columns, or columns and rows."""
+
+    k: cute.Tensor
+    k_columns: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    q_columns: cute.Tensor
+    dout: cute.Tensor
+    dout_columns: cute.Tensor
+    #: dS transposed, (64 keys, queries, tile), and (queries, 64 keys, tile).
+    ds: cute.Tensor
+    ds_rows: cute.Tensor
+    #: P transposed; only where the warpgroups share their keys.
+    p: cute.Tensor | None
+    #: (1,) int32, 0; see `fa3.kernels.parts.gradients.factor_of`.
+    zero: cute.Tensor
+
+
+class KeyBarriers(NamedTuple):
+    """Barriers between the consumers: dS, or P, of a step is in shared memory."""
+
+    ds_full: cute.Pointer
+    p_full: cute.Pointer
+
+
+class KeyOperands(NamedTuple):
+    """What a consumer warpgroup multiplies: descriptors of tiles in shared memory, and registers."""
+
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    dout: cute.Tensor
+    #: Second operands of dK and dV, and both of dQ.
+    q_columns: cute.Tensor
+    dout_columns: cute.Tensor
+    ds_rows: cute.Tensor
+    k_columns: cute.Tensor
+    #: First operands of dV and dK: registers, or tiles in shared memory.
+    p: cute.Tensor
+    ds: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+
+
+class KeyStores(NamedTuple):
+    """TMA copies of dK and dV tiles to global memory."""
+
+    dk_tma: cute.CopyAtom
+    dk_target: cute.Tensor
+    dv_tma: cute.CopyAtom
+    dv_target: cute.Tensor
