@@ -107,7 +107,8 @@ def store_packed(
     thread = 32 * me.warp + me.lane
     in_shared = copy.get_slice(thread).partition_S(source)
     down = WARPGROUP_THREADS // across
-    for i in cutlass.range_constexpr(WGMMA_ROWS // down):
+    # Not unrolled whole: the compiler would keep the places of all rows since they were loaded, and spill.
+    for i in cutlass.range(WGMMA_ROWS // down, unroll=4):
         row = work.first_row + WGMMA_ROWS * me.group + i * down + thread // across
         for j in cutlass.range_constexpr(columns // (VECTOR * across)):
             column = VECTOR * (j * across + thread % across)
