@@ -26,7 +26,7 @@ from fa3.compiler.store import Store
 from fa3.compiler.target import RUNTIME_LIBRARY, Target, default_target, runtime_library
 from fa3.errors import CompileError, StoreError
 from fa3.plan import make_spec
-from fa3.tiles import TileChoice
+from fa3.tiles import PACKED, TileChoice
 from toy_kernels import ToySpec
 
 TARGET = Target(cuda_major=13)
@@ -266,6 +266,14 @@ def test_a_modification_of_the_callers_own_is_compiled_into_the_kernel(
     assert made.facts["spec"] == spec.as_dict()
     assert inspect.check(spec, inspect.report(inspect.cubin_of(made.shared_object))) == []
     assert "1234.5" in inspect.disassemble(inspect.cubin_of(made.shared_object))
+
+
+@pytest.mark.parametrize(("kind", "softcap"), [((256, 256), False), ((128, 128), True)])
+def test_packed_rows_of_the_widest_tiles_do_not_spill(kind: tuple[int, int], softcap: bool) -> None:
+    spec = make_spec("bf16", kind, "full", PACKED[kind][0], pack_gqa=True, softcap=softcap)
+    with Worker(TARGET) as worker:
+        made = worker.build(spec)
+    assert inspect.check(spec, inspect.report(inspect.cubin_of(made.shared_object))) == []
 
 
 def test_a_missing_dsl_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
