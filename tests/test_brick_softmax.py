@@ -341,6 +341,15 @@ def test_a_sink_far_above_takes_all_and_one_far_below_nothing():
     below.assert_right()
 
 
+# 3e38 is beyond float32 in log2 units.
+@pytest.mark.parametrize("size", [2e38, 3e38, INF])
+def test_a_sink_without_bounds_leaves_nothing_but_itself(size):
+    result = Result(scores_of_all_kinds(), sinks=torch.full((400, 2), size))
+    assert (result.out == 0).all()
+    assert (result.lse > 1e38).all()
+    assert (result.lse == INF).all() or size < INF
+
+
 def test_a_sink_of_minus_infinity_is_none():
     scores = scores_of_all_kinds()
     torch.manual_seed(1)

@@ -193,7 +193,9 @@ class State(NamedTuple):
         top = cute.arch.fmax(own, sink_log2)
         top = Float32(0.0) if top == -Float32.inf else top
         self.factor[r] = cute.math.exp2(own - top, fastmath=True)
-        self.total[r] = self.total[r] * self.factor[r] + cute.math.exp2(sink_log2 - top, fastmath=True)
+        # Of a sink of +inf nothing but itself is left, and inf - inf would be NaN.
+        weight = Float32(1.0) if sink_log2 == top else cute.math.exp2(sink_log2 - top, fastmath=True)
+        self.total[r] = self.total[r] * self.factor[r] + weight
         self.offset[r] = top
 
     @cute.jit
