@@ -170,18 +170,22 @@ def _forward_lse_packed(qkv: Tensor, num_heads_q: int | None, *rest: Any) -> tup
     return _forward_lse(*unpack(qkv, num_heads_q), *rest)
 
 
-def _backward_packed_options(
+def _call_backward_packed(
     dout: Tensor, dlse: Tensor | None, qkv: Tensor, num_heads_q: int | None, *rest: Any
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     dqkv = qkv.new_empty(qkv.shape)
     # Nothing is put together afterwards: the backend writes each gradient where it belongs.
     into = unpack(dqkv, num_heads_q)
     _, _, _, *others = _call_backward(dout, dlse, *unpack(qkv, num_heads_q), *rest, into=into)
-    return dqkv, *_present(tuple(others), dout)
+    return dqkv, *others
 
 
-def _backward_packed(*arguments: Any) -> Tensor:
-    return _backward_packed_options(*arguments)[0]
+def _backward_packed(*arguments: Any) -> Tensor | None:
+    return _call_backward_packed(*arguments)[0]
+
+
+def _backward_packed_options(dout: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _present(_call_backward_packed(dout, *rest), dout)
 
 
 for _name, _kernel in (

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fa3.mods import MAX_AUX, BlockMask, MaskMod, ScoreMod, twin
 from fa3.options import Options
-from fa3.problem import check_tensors, named
+from fa3.problem import named
 
 #: The options that are no modification, as the first fields of `Options` are.
 COMMON = (
@@ -92,10 +92,9 @@ def unpack(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor
         num_heads_q: heads_q of the second kind; with the first ``None`` or its heads.
 
     Raises:
-        TypeError: ``qkv`` is no tensor, or ``num_heads_q`` is missing.
-        ValueError: ``qkv`` has another shape, is nested or sparse, or ``num_heads_q`` does not fit it.
+        TypeError: ``num_heads_q`` is missing.
+        ValueError: ``qkv`` has another shape, or ``num_heads_q`` does not fit it.
     """
-    check_tensors(qkv=qkv)
     if qkv.dim() == 5:
         if qkv.shape[2] != 3:
             raise ValueError(
