@@ -5,8 +5,8 @@ import torch
 
 import fa3
 from fa3 import backends
-from fa3.backends import hopper, sdpa, tiled
-from fa3.mods import alibi, alibi_slopes
+from fa3.backends import hopper, hopper_backward, sdpa, tiled
+from fa3.mods import ScoreMod, alibi, alibi_slopes
 from fa3.options import Options
 from fa3.problem import Problem
 
@@ -234,8 +234,8 @@ def kernels(monkeypatch):
         asked.append(options)
         return tiled.backward(dout, dlse, q, k, v, out, lse, softmax_scale, causal, options, into)
 
-    monkeypatch.setattr(hopper, "why_no_backward", why_no_backward, raising=False)
-    monkeypatch.setattr(hopper, "backward", backward, raising=False)
+    monkeypatch.setattr(hopper_backward, "why_no_backward", why_no_backward)
+    monkeypatch.setattr(hopper_backward, "backward", backward)
     monkeypatch.setattr(hopper, "forward", tiled.forward)
     monkeypatch.setattr(backends, "for_device", lambda device: "hopper")
     monkeypatch.setattr(backends, "_lacking", {})
@@ -271,6 +271,16 @@ def test_what_the_hopper_kernels_lack_is_left_to_tiled_with_a_warning(kernels):
     assert [type(answer) for answer in kernels] == [Problem]
 
 
+def test_a_score_mod_without_a_derivative_is_left_to_tiled_and_one_with_it_is_not(kernels, recwarn):
+    call(score_mod=alibi(alibi_slopes(2)))
+    assert not recwarn.list
+    assert kernels[-1].score_mod.derivative
+    own = ScoreMod("backend_mods:doubled", lambda score, *index: score * 2)
+    with pytest.warns(UserWarning, match=r"no backward kernel for this call, score_mod 'backend_mods:doubled' without"):
+        call(score_mod=own)
+    assert isinstance(kernels[-1], Problem)
+
+
 def test_plain_calls_of_one_shape_are_described_once_and_others_each_time(kernels):
     for _ in range(3):
         call()
@@ -285,7 +295,7 @@ def test_what_is_remembered_of_plain_calls_does_not_grow_forever(kernels, monkey
     monkeypatch.setattr(backends, "_MAX_REMEMBERED", 3)
     for length in range(1, 9):
         q = torch.randn(1, length, 2, 8).half()
-        assert backends.backward_for(q, q, q, None, False) is hopper.backward
+        assert backends.backward_for(q, q, q, None, False) is hopper_backward.backward
         assert len(backends._lacking) <= 3
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fa3.errors import BackendError
+from fa3.mods import derivative_of
 from fa3.options import Options
 from fa3.problem import Problem, check_forward
 
@@ -81,6 +82,9 @@ _variable = os.environ.encodekey(_VARIABLE) if _environment is not os.environ el
 _forward_of_gpu: dict[int, Forward] = {}
 #: CUDA device index -> the name of that backend.
 _name_of_gpu: dict[int, str] = {}
+
+#: Where the gradients of each backend are computed.
+_BACKWARD = {"hopper": "hopper_backward", "sdpa": "tiled", "tiled": "tiled"}
 
 #: Plain calls for which `_hopper_lacks` has answered: describing a problem takes longer than all else of a backward.
 _lacking: dict[Any, str | None] = {}
@@ -191,7 +195,9 @@ def _hopper_lacks(
         if key in _lacking:
             return _lacking[key]
     problem = check_forward(q, k, v, softmax_scale, causal, True, options)
-    reason: str | None = importlib.import_module("fa3.backends.hopper").why_no_backward(problem)
+    reason: str | None = importlib.import_module("fa3.backends.hopper_backward").why_no_backward(problem)
+    if problem.score_mod and not derivative_of(problem.score_mod):
+        reason = f"score_mod {problem.score_mod!r} without a derivative (fa3.ScoreMod takes one)"
     if key is not None:
         if len(_lacking) >= _MAX_REMEMBERED:
             _lacking.clear()
@@ -225,5 +231,5 @@ def backward_for(
                 stacklevel=2,
             )
             name = "tiled"
-    backward: Backward = importlib.import_module(f"fa3.backends.{'hopper' if name == 'hopper' else 'tiled'}").backward
+    backward: Backward = importlib.import_module(f"fa3.backends.{_BACKWARD[name]}").backward
     return backward
