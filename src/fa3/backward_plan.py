@@ -38,7 +38,7 @@ _SHARED_KEYS = "the warpgroups share 64 keys: dK and dV of 64 keys take the regi
 
 #: Tile class -> tiles.
 BACKWARD_TILES: dict[tuple[int, int], BackwardTiles] = {
-    (64, 64): BackwardTiles(128, 128, 2, 2, "128 queries a step: fewer bytes of shared memory for each product"),
+    (64, 64): BackwardTiles(128, 128, 3, 2, "128 queries a step: fewer bytes of shared memory for each product"),
     (128, 128): BackwardTiles(64, 128, 2, 2, "dK and dV of 64 keys take half of a warpgroup's registers"),
     (64, 256): BackwardTiles(64, 64, 2, 2, _SHARED_KEYS),
     (192, 128): BackwardTiles(64, 64, 2, 2, _SHARED_KEYS),
@@ -112,7 +112,14 @@ def make_backward_specs(
     )  # fmt: skip
 
 
-def plan_backward(problem: Problem, device: DeviceFacts, derivative: str = "", deterministic: bool = False) -> BackwardPlan:
+def needs_early_dq(kind: tuple[int, int], modified: bool, deterministic: bool) -> bool:
+    """Whether the sums of dQ must leave early: turns and kept scores take registers that they would need."""
+    return deterministic or (modified and kind == (256, 256))
+
+
+def plan_backward(
+    problem: Problem, device: DeviceFacts, derivative: str = "", deterministic: bool = False
+) -> BackwardPlan:
     """Choose the kernels and the launch for the gradients of a problem.
 
     ``derivative`` is the name of the derivative of its score_mod.
@@ -133,6 +140,8 @@ def plan_backward(problem: Problem, device: DeviceFacts, derivative: str = "", d
         kind,
         problem.mask,
         tiles,
+        early_dq=needs_early_dq(kind, modified, deterministic),
+        deterministic=deterministic,
         softcap=problem.softcap > 0.0,
         score_mod=problem.score_mod,
         derivative=derivative if problem.score_mod else "",

@@ -6,14 +6,13 @@ Pure Python and pure arithmetic: nothing here touches a GPU, torch or the compil
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fa3.problem import Problem
 from fa3.spec import BLOCK, ELEMENT_BYTES, TILE_CLASSES, WGMMA_ROWS, ForwardSpec
-from fa3.tiles import CANDIDATES, MODIFIED, PACKED, QV, SMALL, TILES, TileChoice
+from fa3.tiles import MODIFIED, PACKED, QV, SMALL, TILES, TileChoice
 
 
 @dataclass(frozen=True)
@@ -214,7 +213,7 @@ def kernel_of(problem: Problem, device: DeviceFacts) -> tuple[TileChoice, Forwar
 
 @functools.cache
 def _everybodys() -> frozenset[ForwardSpec]:
-    return frozenset(_forward())
+    return frozenset(forward_specs())
 
 
 def usual_tiles(problem: Problem) -> TileChoice:
@@ -354,49 +353,14 @@ def bytes_moved(problem: Problem) -> int:
     return problem.batch * (element * (q_and_out + k_and_v) + lse)
 
 
-# Sets of specs to compile -------------------------------------------------------------------------
-
-PRESETS = ("smoke", "forward", "features", "schedule", "all", "tests", "sweep")
-
-
-def shipped_specs(preset: str) -> tuple[ForwardSpec, ...]:
-    """The specs of a preset, in a fixed order.
-
-    ``smoke``: one kernel. ``forward``: all that `plan` can choose for plain calls and windows. ``features``: caps,
-    modifications, block masks and qv at the usual head dims. ``schedule``: combinations of the schedule's switches,
-    for tests and the ablation. ``all``: all of these, which are the shipped ones. ``tests``: those, and what the GPU
-    tests ask for beyond them. ``sweep``: what the sweep of the tile tables tries.
-
-    Raises:
-        ValueError: unknown preset.
-    """
-    if preset == "smoke":
-        return (make_spec("bf16", 128, "full", TILES[128, 128]["full"][-1][1]),)
-    if preset == "forward":
-        return tuple(dict.fromkeys(_forward()))
-    if preset == "tests":
-        return tuple(dict.fromkeys((*shipped_specs("all"), *_tests())))
-    if preset == "sweep":
-        return tuple(
-            make_spec("bf16", kind, mask, choice)
-            for kind, choices in CANDIDATES.items()
-            for mask in ("full", "causal", "window")
-            for choice in choices
-        )
-    if preset == "features":
-        return tuple(_features())
-    if preset == "schedule":
-        return tuple(_schedules())
-    if preset == "all":
-        return tuple(dict.fromkeys((*_forward(), *_features(), *_schedules())))
-    raise ValueError(f"preset={preset!r}: allowed are {', '.join(PRESETS)}")
-
+# Kernels that everybody has ------------------------------------------------------------------------
 
 #: Tile classes of which kernels with packed heads are shipped.
 _COMMON = ((64, 64), (128, 128))
 
 
-def _forward() -> Iterator[ForwardSpec]:
+def forward_specs() -> Iterator[ForwardSpec]:
+    """All kernels that plain calls, and calls with a window, can ask for; some come twice."""
     for dtype in ELEMENT_BYTES:
         for kind, masks in TILES.items():
             for mask, rows in masks.items():
@@ -406,55 +370,3 @@ def _forward() -> Iterator[ForwardSpec]:
                     yield make_spec(dtype, kind, mask, choice)
                 for choice in PACKED[kind] if kind in _COMMON else ():
                     yield make_spec(dtype, kind, mask, choice, pack_gqa=True)
-
-
-_ALIBI = {"score_mod": "fa3.kernels.mods:alibi", "score_aux": "f1"}
-
-
-def _features() -> Iterator[ForwardSpec]:
-    """Of each option that changes the machine code, and of some together; others are compiled when first asked for."""
-    bias = {"score_mod": "fa3.kernels.mods:relative_bias", "score_aux": "f2"}
-    prefix = {"mask_mod": "fa3.kernels.mods:prefix_lm", "mask_aux": "i1"}
-    document = {"mask_mod": "fa3.kernels.mods:document_causal", "mask_aux": "i2"}
-    for kind, mask in (*(((128, 128), mask) for mask in TILES[128, 128]), ((256, 256), "full")):
-        yield make_spec("bf16", kind, mask, MODIFIED[kind], softcap=True)
-    yield make_spec("bf16", 128, "causal", MODIFIED[128, 128], **_ALIBI)
-    for kind in ((64, 64), (128, 128), (256, 256)):
-        yield make_spec("bf16", kind, "blocks", MODIFIED[kind], **document)
-    yield make_spec("bf16", 128, "full", MODIFIED[128, 128], **bias, **prefix)
-    yield make_spec("bf16", 128, "window", MODIFIED[128, 128], softcap=True, **bias, **prefix)
-    for kind, mask in (((64, 256), "full"), ((128, 128), "causal")):
-        yield make_spec("bf16", kind, mask, QV[kind], qv=True)
-
-
-def _tests() -> Iterator[ForwardSpec]:
-    """More of the features: at every usual head dim, under every mask."""
-    for kind in ((64, 64), (256, 256)):
-        for mask in TILES[kind]:
-            yield make_spec("bf16", kind, mask, MODIFIED[kind], softcap=True)
-        yield make_spec("bf16", kind, "causal", MODIFIED[kind], **_ALIBI)
-    for kind, mask in itertools.product(((64, 64), (128, 128), (64, 256)), ("full", "causal")):
-        yield make_spec("bf16", kind, mask, QV[kind], qv=True)
-
-
-def _schedules() -> Iterator[ForwardSpec]:
-    switches = (False, True)
-    # The paper's ablation is in fp16, at d 128 without a mask.
-    full = make_spec("fp16", 128, "full", TILES[128, 128]["full"][-1][1])
-    for specialized, pingpong, overlap in itertools.product(switches, switches, switches):
-        yield replace(full, warp_specialized=specialized, pingpong=pingpong, overlap=overlap)
-    # Elsewhere each switch off alone, or all of them.
-    causal = make_spec("bf16", 128, "causal", TILES[128, 128]["causal"][-1][1])
-    for switch in ("warp_specialized", "pingpong", "overlap"):
-        yield replace(causal, **{switch: False})  # type: ignore[arg-type]
-    for spec in (
-        causal,
-        make_spec("bf16", 64, "full", TILES[64, 64]["full"][-1][1]),
-        make_spec("bf16", 256, "causal", TILES[256, 256]["causal"][-1][1]),
-    ):
-        yield replace(spec, warp_specialized=False, pingpong=False, overlap=False)
-    # A window without a producer warp: skipped steps load too.
-    yield replace(make_spec("bf16", 128, "window", TILES[128, 128]["window"][-1][1]), warp_specialized=False)
-    # References that always move; a single stage.
-    yield replace(make_spec("bf16", 128, "full", TILES[128, 128]["full"][-1][1]), rescale_threshold=0.0)
-    yield make_spec("bf16", 128, "full", TileChoice(192, 80, 1))

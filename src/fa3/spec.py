@@ -203,7 +203,8 @@ class BackwardSpec:
         tile_m: query rows of one step of the main loop.
         tile_n: keys of a block: 64 for each warpgroup, or 64 whose columns the warpgroups share.
         stages, stages_dout: q tiles, and dout tiles, held in shared memory at once.
-        keep_p: the float32 probabilities stay in registers until dS is made; else dS is made from the rounded ones.
+        early_dq: the sums of dQ leave before dP is issued: fewer registers, more waiting.
+        deterministic: sums of dQ are added in a fixed order.
         softcap, score_mod, mask_mod, score_aux, mask_aux: as of `ForwardSpec`.
         derivative: ``"module:function"`` of the derivative of ``score_mod``.
     """
@@ -216,7 +217,8 @@ class BackwardSpec:
     tile_n: int
     stages: int
     stages_dout: int
-    keep_p: bool = False
+    early_dq: bool = False
+    deterministic: bool = False
     softcap: bool = False
     score_mod: str = ""
     derivative: str = ""
@@ -279,7 +281,7 @@ class BackwardSpec:
         """Short unique name, e.g. ``backward_bf16_d128_causal_64x128x2x2``."""
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
         tile = f"{self.tile_m}x{self.tile_n}x{self.stages}x{self.stages_dout}"
-        features = [name for name in ("keep_p", "softcap") if getattr(self, name)]
+        features = [name for name in ("early_dq", "deterministic", "softcap") if getattr(self, name)]
         for mod, aux in ((self.score_mod, self.score_aux), (self.derivative, ""), (self.mask_mod, self.mask_aux)):
             if mod:
                 features.append(mod + (f"({aux})" if aux else ""))
@@ -297,8 +299,6 @@ class BackwardSpec:
                 raise ValueError(f"{name}={getattr(self, name)}: allowed are 1 to 4")
         if bool(self.score_mod) != bool(self.derivative):
             raise ValueError(f"score_mod={self.score_mod!r}, derivative={self.derivative!r}: both or neither")
-        if self.modified and self.keep_p:
-            raise ValueError("keep_p=True: with a softcap or score_mod the registers keep the scores instead")
         if self.shared_bytes > SHARED_MEMORY_PER_BLOCK:
             raise ValueError(
                 f"{self.name} needs {self.shared_bytes} bytes of shared memory: at most {SHARED_MEMORY_PER_BLOCK}"

@@ -77,7 +77,9 @@ def backward(
             _known.clear()
         kernels = _known[key] = _find_kernels(q, k, v, softmax_scale, causal, options, deterministic, specs)
     options = options or Options()
-    dq, dk, dv = into if into is not None else (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, dk, dv = (
+        into if into is not None else (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    )
     qv, sink = options.qv, options.sink
     dqv = None if qv is None else torch.empty_like(qv, memory_format=torch.contiguous_format)
     problem = kernels.problem
@@ -197,8 +199,8 @@ def _launch(
         )  # fmt: skip
         kernels.main(
             q.data_ptr(), k.data_ptr(), v_part.data_ptr(), dout_part.data_ptr(), dk_part.data_ptr(), dv_part.data_ptr(),
-            statistics[0].data_ptr(), statistics[1].data_ptr(), sums.data_ptr(), 0 if turns is None else turns.data_ptr(),
-            counter.data_ptr(), stream,
+            statistics[0].data_ptr(), statistics[1].data_ptr(), sums.data_ptr(),
+            0 if turns is None else turns.data_ptr(), counter.data_ptr(), stream,
             *sizes, problem.seqlen_k, problem.heads_q, problem.heads_kv, q.shape[-1], v_part.shape[-1],
             *(hopper._strides(x) for x in (q, k, v_part, dout_part, dk_part, dv_part)),
             problem.softmax_scale, *kernels.order, hopper.extra_numbers(kernels.numbers, None, options),

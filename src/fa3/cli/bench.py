@@ -142,7 +142,7 @@ def _without_folder(argument: str) -> str:
 def _dsl_version() -> str | None:
     """Version of the DSL that made the kernels: of the artifacts in the store, else of the installed package."""
     from fa3.compiler.store import default_store
-    from fa3.plan import shipped_specs
+    from fa3.presets import shipped_specs
 
     with contextlib.suppress(FA3Error):
         store = default_store()

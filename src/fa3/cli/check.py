@@ -211,7 +211,7 @@ def _store(store: Store, hopper: bool, complete: bool) -> Iterator[Finding]:
 
 def usable_artifacts(store: Store) -> tuple[int, int]:
     """(usable here, shipped): forward kernels in the store for this machine, and all that fa3 ships."""
-    from fa3.plan import shipped_specs
+    from fa3.presets import shipped_specs
 
     specs = shipped_specs("forward")
     return sum(store.find(spec) is not None for spec in specs), len(specs)

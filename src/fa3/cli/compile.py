@@ -13,7 +13,7 @@ from fa3.compiler.build import Outcome, compile_many
 from fa3.compiler.store import Store, default_store
 from fa3.compiler.target import target_for
 from fa3.errors import FA3Error
-from fa3.plan import PRESETS, shipped_specs
+from fa3.presets import PRESETS, shipped_specs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from fa3.cli.compile import add_store_arguments, store_of
 from fa3.compiler import inspect
 from fa3.errors import CompileError, FA3Error
-from fa3.plan import PRESETS, shipped_specs
+from fa3.presets import PRESETS, shipped_specs
 from fa3.spec import spec_from_dict
 
 if TYPE_CHECKING:
-    from fa3.spec import ForwardSpec
+    from fa3.spec import KernelSpec
 
 _COLUMNS = (
     "kernel",
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if broken or absent else 0
 
 
-def _artifacts(args: argparse.Namespace) -> Iterator[tuple[str, ForwardSpec | None, Path | None]]:
+def _artifacts(args: argparse.Namespace) -> Iterator[tuple[str, KernelSpec | None, Path | None]]:
     """Name, spec and shared object of each chosen kernel; None where it is not known or not there."""
     if args.artifact and Path(args.artifact).exists():
         path = Path(args.artifact)

@@ -202,8 +202,8 @@ def warm_up(entrants: Sequence[Entrant], device: torch.device, seconds: float) -
 
 def schedule_impls() -> list[tuple[Impl, str | None]]:
     """fa3's own kernel, once for every combination of the switches of the schedule."""
-    from fa3 import plan
     from fa3.backends import hopper
+    from fa3.presets import shipped_specs
 
     def prepare(spec: ForwardSpec) -> Callable[..., Call]:
         def bind(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
@@ -216,8 +216,12 @@ def schedule_impls() -> list[tuple[Impl, str | None]]:
 
     return [
         (Impl("fa3", fa3.__version__, prepare(spec)), spec.name)
-        for spec in plan.shipped_specs("schedule")
-        if spec.dtype == "fp16" and spec.head_dim == 128 and spec.mask == "full" and spec.rescale_threshold
+        for spec in shipped_specs("schedule")
+        if isinstance(spec, ForwardSpec)
+        and spec.dtype == "fp16"
+        and spec.head_dim == 128
+        and spec.mask == "full"
+        and spec.rescale_threshold
     ]
 
 

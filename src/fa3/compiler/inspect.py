@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fa3.errors import CompileError
-from fa3.spec import WARPGROUP_THREADS
+from fa3.spec import WARPGROUP_THREADS, BackwardSpec, ForwardSpec, PrepareSpec
 
 if TYPE_CHECKING:
-    from fa3.spec import ForwardSpec
+    from fa3.spec import KernelSpec
 
 #: Machine type of CUDA in the ELF header.
 _EM_CUDA = 190
@@ -47,6 +47,10 @@ class Report:
         setmaxreg: register counts that USETMAXREG asks for, in the order of the code.
         overlap: for each main loop (an innermost loop with WGMMA and EX2) the exponentials between the wait
             that leaves one product in flight and the wait that leaves none.
+        under: for each main loop the exponentials that are issued while any product is in flight: behind a product
+            and before the wait that leaves none.
+        vector_stores: stores of 16 bytes to global memory.
+        vector_reductions: additions of 16 bytes of float32 to global memory.
     """
 
     registers: int
@@ -61,6 +65,9 @@ class Report:
     waits: int
     setmaxreg: list[int] = field(hash=False)
     overlap: list[int] = field(hash=False)
+    under: list[int] = field(hash=False, default_factory=list)
+    vector_stores: int = 0
+    vector_reductions: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,9 +166,13 @@ def read_report(resource_usage: str, sass: str) -> Report:
     def count(*families: str) -> int:
         return sum(any(instruction.is_a(family) for family in families) for instruction in instructions)
 
+    def count_vectors(family: str, suffix: str) -> int:
+        return sum(i.is_a(family) and suffix in i.opcode.split(".") for i in instructions)
+
     setmaxreg = [
         int(instruction.operands.split(",")[-1], 0) for instruction in instructions if instruction.is_a("USETMAXREG")
     ]
+    loops = list(_main_loops(blocks))
     return Report(
         registers=usage["REG"],
         stack=usage["STACK"],
@@ -174,48 +185,77 @@ def read_report(resource_usage: str, sass: str) -> Report:
         exp2=count("MUFU.EX2"),
         waits=count("WARPGROUP.DEPBAR"),
         setmaxreg=setmaxreg,
-        overlap=[_exponentials_in_flight(loop) for loop in _main_loops(blocks)],
+        overlap=[_exponentials_in_flight(loop) for loop in loops],
+        under=[_exponentials_under_products(loop) for loop in loops],
+        vector_stores=count_vectors("STG", "128"),
+        vector_reductions=count_vectors("REDG", "F32x4"),
     )
 
 
-def check(spec: ForwardSpec, found: Report) -> list[str]:
+def check(spec: KernelSpec, found: Report) -> list[str]:
     """Promises of the spec that the machine code breaks, one sentence each; empty if it keeps them all."""
     broken = []
     if found.stack or found.local:
         broken.append(f"stack {found.stack} and local memory {found.local} bytes: must be 0")
     if found.spills:
         broken.append(f"{found.spills} spill instructions (LDL, STL): must be none")
+    if isinstance(spec, ForwardSpec):
+        return [*broken, *_check_products(spec, found), *_check_overlap(spec, found)]
+    if isinstance(spec, BackwardSpec):
+        return [*broken, *_check_products(spec, found), *_check_backward(spec, found)]
+    if isinstance(spec, PrepareSpec):
+        if not found.vector_stores:
+            broken.append("no STG of 16 bytes: the sums of dQ must be zeroed by vectors")
+    elif not found.utmastg:
+        broken.append("no UTMASTG: dQ must be written by TMA")
+    return broken
+
+
+def _check_products(spec: ForwardSpec | BackwardSpec, found: Report) -> Iterator[str]:
+    """What kernels with a main loop have in common: TMA, products that run on their own, registers that move."""
     for name, number in (("HGMMA", found.hgmma), ("UTMALDG", found.utmaldg), ("UTMASTG", found.utmastg)):
         # Packed rows of the output are no rectangle: threads write them.
         if not number and not (name == "UTMASTG" and spec.pack_gqa):
-            broken.append(f"no {name}: tiles must go through the tensor cores and TMA")
+            yield f"no {name}: tiles must go through the tensor cores and TMA"
     # A product is several HGMMA under one wait. When the registers of an accumulator are moved or spilled while
     # products are in flight, ptxas waits after each single HGMMA instead.
     if 2 * found.waits > found.hgmma:
-        broken.append(f"{found.waits} waits for {found.hgmma} HGMMA: the assembler serialized the products")
+        yield f"{found.waits} waits for {found.hgmma} HGMMA: the assembler serialized the products"
     groups = spec.consumer_warpgroups
     if spec.warp_specialized:
         if len(set(found.setmaxreg)) != 2:
-            broken.append(f"USETMAXREG {found.setmaxreg}: producer and consumer must each set their own count")
+            yield f"USETMAXREG {found.setmaxreg}: producer and consumer must each set their own count"
         else:
             producer, consumer = min(found.setmaxreg), max(found.setmaxreg)
             asked = WARPGROUP_THREADS * (producer + groups * consumer)
             # What the producer gives up is all that the consumers can gain; asking for more waits forever.
             owned = found.registers * spec.threads
             if asked > owned:
-                broken.append(f"USETMAXREG {found.setmaxreg} asks for {asked} registers: the block owns {owned}")
+                yield f"USETMAXREG {found.setmaxreg} asks for {asked} registers: the block owns {owned}"
     elif found.setmaxreg:
-        broken.append(f"USETMAXREG {found.setmaxreg} without warp specialization")
+        yield f"USETMAXREG {found.setmaxreg} without warp specialization"
+    if not found.overlap:
+        yield "no main loop with both HGMMA and MUFU.EX2"
+
+
+def _check_overlap(spec: ForwardSpec, found: Report) -> Iterator[str]:
     # A thread holds tile_n / 2 scores of a tile, one exponential each. Half of them under the product prove
     # that the softmax as a whole was not moved behind the wait.
     enough = spec.tile_n // 4
-    if not found.overlap:
-        broken.append("no main loop with both HGMMA and MUFU.EX2")
-    elif spec.overlap and min(found.overlap) < enough:
-        broken.append(f"overlap: {found.overlap} exponentials under a product in the main loops, expected {enough} on")
+    if spec.overlap and found.overlap and min(found.overlap) < enough:
+        yield f"overlap: {found.overlap} exponentials under a product in the main loops, expected {enough} on"
     elif not spec.overlap and any(found.overlap):
-        broken.append(f"overlap is off, but {found.overlap} exponentials run under a product")
-    return broken
+        yield f"overlap is off, but {found.overlap} exponentials run under a product"
+
+
+def _check_backward(spec: BackwardSpec, found: Report) -> Iterator[str]:
+    # As in the forward half of a thread's exponentials. It does not matter whether they run under dK or, where the
+    # assembler put them behind the wait for it, under dQ.
+    enough = spec.score_rows // 4
+    if found.under and min(found.under) < enough:
+        yield f"{found.under} exponentials under a product in the main loops, expected {enough} on"
+    if not found.vector_reductions:
+        yield "no REDG of 16 bytes: dQ must be added to its sums by vectors"
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -352,4 +392,20 @@ def _exponentials_in_flight(loop: list[Instruction]) -> int:
                 one_left = int(instruction.operands.split(",")[-1], 0) >= 1
             elif instruction.is_a("MUFU.EX2"):
                 count += counted and one_left
+    return count
+
+
+def _exponentials_under_products(loop: list[Instruction]) -> int:
+    """MUFU.EX2 behind an HGMMA and before the wait that leaves no product in flight."""
+    in_flight = False
+    count = 0
+    # Twice round, counted in the second, as above.
+    for counted in (False, True):
+        for instruction in loop:
+            if instruction.is_a("HGMMA"):
+                in_flight = True
+            elif instruction.is_a("WARPGROUP.DEPBAR"):
+                in_flight = in_flight and int(instruction.operands.split(",")[-1], 0) >= 1
+            elif instruction.is_a("MUFU.EX2"):
+                count += counted and in_flight
     return count

@@ -79,7 +79,7 @@ def module_hash(module: str) -> str:
 
 def _foreign_mods(fields: dict[str, Any]) -> list[str]:
     """Names of the modifications of a spec whose sources are the caller's."""
-    mods = [name for field in ("score_mod", "mask_mod") if (name := fields.get(field))]
+    mods = [name for field in ("score_mod", "derivative", "mask_mod") if (name := fields.get(field))]
     return [name for name in mods if not name.startswith(_OWN_MODS)]
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from fa3.spec import KernelSpec
 
-
 #: Kernel of a spec -> its module here and what compiles it there.
 _COMPILERS = {
     "forward": ("forward", "compile_forward"),

@@ -14,8 +14,8 @@ Each of the two consumer warpgroups owns 64 keys (``spec.split_keys``). Beyond 1
 the registers of both: then they share 64 keys, split the queries of the scores, hand P and dS to each other through
 shared memory, and split the columns of dK and dV.
 
-The steps overlap: dK and dQ of a query tile are issued behind the scores of the next one and run under its
-exponentials; dV runs under dS.
+The steps overlap: dK of a query tile is issued behind the scores of the next one, and runs under its exponentials;
+then come dQ of the same tile, dP and dV, which runs under dS.
 
 Reference: FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691, algorithm 2.
 """
@@ -41,7 +41,6 @@ from .parts.backward_work import (
     KeyOperands,
     KeyShared,
     KeySizes,
-    KeyStores,
     KeyWork,
     Rows,
 )
@@ -126,9 +125,7 @@ class BackwardKernel:
         ):
             batch_stride, row_stride, head_stride = strides
             shape = (rows, columns, heads, batch)
-            views.append(
-                copies.global_tensor(self.dtype, address, shape, (row_stride, head_stride, batch_stride))
-            )
+            views.append(copies.global_tensor(self.dtype, address, shape, (row_stride, head_stride, batch_stride)))
         q_view, k_view, v_view, dout_view, dk_view, dv_view = views
 
         q_smem, k_smem, v_smem, dout_smem, dk_smem, dv_smem = self.shared_layouts()
@@ -200,9 +197,13 @@ class BackwardKernel:
         """S^T = K Q^T and dP^T = V dO^T: 64 keys by the group's queries."""
         return products.make_mma(self.dtype, self.spec.score_rows, SMEM, K)
 
-    def keys_mma(self, columns: int) -> cute.TiledMma:
-        """dV += P^T dO and dK += dS^T Q: 64 keys by the group's columns."""
-        return products.make_mma(self.dtype, columns, RMEM if self.spec.split_keys else SMEM, MN)
+    def dv_mma(self) -> cute.TiledMma:
+        """dV += P^T dO: 64 keys by the group's columns."""
+        return products.make_mma(self.dtype, self.dv_columns, RMEM if self.spec.split_keys else SMEM, MN)
+
+    def dk_mma(self) -> cute.TiledMma:
+        """dK += dS^T Q: 64 keys by the group's columns."""
+        return products.make_mma(self.dtype, self.dk_columns, SMEM, MN)
 
     def dq_mma(self) -> cute.TiledMma:
         """dQ = dS K: 64 queries by the group's columns; dS lies transposed."""
@@ -256,7 +257,6 @@ class BackwardKernel:
             tile_full: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_empty: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_slots: cute.struct.MemRange[Int32, 3 * tiles.SLOTS]
-            zero: cute.struct.MemRange[Int32, 1]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, self.tile_m * spec.stages], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, self.tile_m * spec.stages_dout], 128]
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_smem)], 1024]
@@ -288,10 +288,7 @@ class BackwardKernel:
             tensor(storage.ds, ds_smem),
             tensor(storage.ds, columns_first(ds_smem, spec.score_rows)),
             None if const_expr(spec.split_keys) else tensor(storage.p, ds_smem),
-            storage.zero.get_tensor(cute.make_layout(1)),
         )
-        if thread == 0:
-            shared.zero[0] = Int32(0)
         extras = extras._replace(
             score_aux=scores.make_aux(spec.score_aux, extras.score_aux),
             mask_aux=scores.make_aux(spec.mask_aux, extras.mask_aux),
@@ -424,9 +421,7 @@ class BackwardKernel:
             for step in cutlass.range(0, work.steps, unroll=1):
                 if step > 0:
                     self.load_rows(work, loads.q, loads.lse, rows.lse, step, head, m_block, self.spec.stages)
-                self.load_rows(
-                    work, loads.dout, loads.delta, rows.delta, step, head, m_block, self.spec.stages_dout
-                )
+                self.load_rows(work, loads.dout, loads.delta, rows.delta, step, head, m_block, self.spec.stages_dout)
                 m_block, head = self.next_rows(work, m_block, head)
             position += work.steps
             done += 1
@@ -526,11 +521,9 @@ class BackwardKernel:
         """Descriptors of the tiles that this warpgroup multiplies, and its registers."""
         spec, group = self.spec, me.group
         scores_mma, dk_mma, dv_mma, dq_mma = (
-            self.scores_mma(), self.keys_mma(self.dk_columns), self.keys_mma(self.dv_columns), self.dq_mma()
+            self.scores_mma(), self.dk_mma(), self.dv_mma(), self.dq_mma()
         )  # fmt: skip
-        scores_slice, dk_slice, dv_slice, dq_slice = (
-            mma.get_slice(0) for mma in (scores_mma, dk_mma, dv_mma, dq_mma)
-        )
+        scores_slice, dk_slice, dv_slice, dq_slice = (mma.get_slice(0) for mma in (scores_mma, dk_mma, dv_mma, dq_mma))
 
         def part(tensor: cute.Tensor, size: int, mode: int = 0) -> cute.Tensor:
             """The warpgroup's ``size`` rows (or columns, mode 1) of all tiles, if not all of them."""
@@ -550,10 +543,8 @@ class BackwardKernel:
         k_columns = part(shared.k_columns, spec.dq_columns)
         if spec.split_keys:
             p = layout.make_probability_operand(self.tile_m, self.dtype)
-            ds = layout.make_probability_operand(self.tile_m, self.dtype)
         else:
             p = dv_mma.make_fragment_A(dv_slice.partition_A(shared.p))
-            ds = dk_mma.make_fragment_A(dk_slice.partition_A(shared.ds))
 
         return KeyOperands(
             k=scores_mma.make_fragment_A(scores_slice.partition_A(k)),
@@ -565,7 +556,7 @@ class BackwardKernel:
             ds_rows=dq_mma.make_fragment_A(dq_slice.partition_A(ds_rows)),
             k_columns=dq_mma.make_fragment_B(dq_slice.partition_B(k_columns)),
             p=p,
-            ds=ds,
+            ds=dk_mma.make_fragment_A(dk_slice.partition_A(shared.ds)),
             dk=self.accumulator(dk_mma, self.dk_columns),
             dv=self.accumulator(dv_mma, self.dv_columns),
         )
@@ -590,10 +581,10 @@ class BackwardKernel:
             before = m_block, head
             m_block, head = self.next_rows(work, m_block, head)
             self.step(work, step, m_block, head, before, loads, between, rows, me, shared, operands, scale_log2, False)
-        # What the last query tile owes.
+        # dK and dQ of the last query tile.
         last = work.position + work.steps - 1
-        self.issue_dk(last, between, operands)
-        dq = self.issue_dq(last, between, operands)
+        self.issue_dk(last, me.group, between, operands)
+        dq = self.issue_dq(last, operands)
         warpgroup.wait_group(0)
         barriers.release(loads.dout.empty, last, self.spec.stages_dout)
         barriers.release(loads.q.empty, last, self.spec.stages)
@@ -625,7 +616,7 @@ class BackwardKernel:
         raw_scores = self.accumulator(self.scores_mma(), spec.score_rows)
         products.issue(self.scores_mma(), raw_scores, operands.k, q_tile, accumulate=False)
         if const_expr(not first):
-            self.issue_dk(position - 1, between, operands)
+            self.issue_dk(position - 1, me.group, between, operands)
         # dK of the tile before runs on under the exponentials; dV of it is done.
         warpgroup.wait_group(0 if const_expr(first) else 1)
         if const_expr(not first):
@@ -634,17 +625,14 @@ class BackwardKernel:
         queries = self.first_query_of(m_block, me)
         keys = self.keys_of(work, me)
         p = operands.p if const_expr(spec.split_keys) else self.rounded_scores()
-        values = self.probabilities(
-            work, m_block, head, keys, queries, me, loads.lse[None, q_stage], raw_scores, p, scale_log2
-        )
+        self.probabilities(work, m_block, head, keys, queries, me, loads.lse[None, q_stage], raw_scores, p, scale_log2)
         if const_expr(not spec.split_keys):
             self.share(p, shared.p, position, between.p_full, me)
         if const_expr(not first):
-            dq = self.issue_dq(position - 1, between, operands)
-            # dK and dQ of the tile before are done, and their registers free for dP.
-            warpgroup.wait_group(0)
-            barriers.release(loads.q.empty, position - 1, spec.stages)
-            self.add_dq(work, rows, before[1], before[0], me, dq)
+            dq = self.issue_dq(position - 1, operands)
+            if const_expr(spec.early_dq):
+                warpgroup.wait_group(0)
+                self.add_dq(work, rows, before[1], before[0], me, dq)
         barriers.wait_full(loads.dout.full, position, spec.stages_dout)
         dout_tile = operands.dout[None, None, None, dout_stage]
         dp = self.accumulator(self.scores_mma(), spec.score_rows)
@@ -655,45 +643,50 @@ class BackwardKernel:
         else:
             barriers.wait_full(between.p_full, position, DS_BUFFERS)
             p_operand = operands.p[None, None, None, barriers.stage_of(position, DS_BUFFERS)]
-        products.issue(self.keys_mma(self.dv_columns), operands.dv, p_operand, dout_columns, accumulate=True)
-        # dV runs on under dS; in the first step, a copy of the loop's, that would cost more registers than there are.
+        products.issue(self.dv_mma(), operands.dv, p_operand, dout_columns, accumulate=True)
+        # dV runs on under dS; dQ of the tile before is done. In the first step, a copy of the loop's, nothing runs on:
+        # that would cost more registers than there are.
         warpgroup.wait_group(0 if const_expr(first) else 1)
+        if const_expr(not first):
+            barriers.release(loads.q.empty, position - 1, spec.stages)
         delta = gradients.of_lane(self.rows_of(loads.delta[None, dout_stage], me), me.lane)
-        ds = operands.ds if const_expr(spec.split_keys) else self.rounded_scores()
-        factors = values if const_expr(spec.keep_p) else cute.make_tensor(p.iterator, cute.make_layout(cute.size(p)))
-        dp_values = cute.make_tensor(dp.iterator, cute.make_layout(cute.size(dp)))
+        ds = self.rounded_scores()
         gradients.score_gradients(
-            factors, dp_values, delta, shared.zero[0], ds, self.dtype, self.derivative, raw_scores, work.extras.mod_factor,
-            spec.softcap, work.batch_index, head, keys, queries, work.extras.score_aux,
+            p, dp, delta, ds, self.dtype, self.derivative, raw_scores, work.extras.mod_factor, spec.softcap,
+            work.batch_index, head, keys, queries, work.extras.score_aux,
         )  # fmt: skip
         self.share(ds, shared.ds, position, between.ds_full, me)
+        # Behind the fence that shared dS, which waits for all that its threads have on the way to memory: now they
+        # have until the next one.
+        if const_expr(not first and not spec.early_dq):
+            self.add_dq(work, rows, before[1], before[0], me, dq)
 
     def rounded_scores(self) -> cute.Tensor:
         """Registers for a warpgroup's part of P or dS, rounded."""
         return layout.make_probability_operand(self.spec.score_rows, self.dtype)
 
     @cute.jit
-    def issue_dk(self, position: Int32, between: KeyBarriers, operands: KeyOperands):
-        """Issue dK += dS^T Q of a query tile."""
+    def issue_dk(self, position: Int32, group: Int32, between: KeyBarriers, operands: KeyOperands):
+        """Issue dK += dS^T Q of a query tile once both warpgroups have written their dS."""
+        barriers.wait_full(between.ds_full, position, DS_BUFFERS)
         q_columns = operands.q_columns[None, None, None, barriers.stage_of(position, self.spec.stages)]
-        if const_expr(self.spec.split_keys):
-            ds = operands.ds
-        else:
-            barriers.wait_full(between.ds_full, position, DS_BUFFERS)
-            ds = operands.ds[None, None, None, barriers.stage_of(position, DS_BUFFERS)]
-        products.issue(self.keys_mma(self.dk_columns), operands.dk, ds, q_columns, accumulate=True)
+        ds = operands.ds[None, None, None, self.ds_tile(position, group)]
+        products.issue(self.dk_mma(), operands.dk, ds, q_columns, accumulate=True)
+
+    def ds_tile(self, position: Int32, part: Int32 | int) -> Int32:
+        """Number of the dS tile of a step, of one of its parts where each warpgroup has its own keys."""
+        buffer = barriers.stage_of(position, DS_BUFFERS)
+        return buffer * self.key_parts + part if self.spec.split_keys else buffer
 
     @cute.jit
-    def issue_dq(self, position: Int32, between: KeyBarriers, operands: KeyOperands) -> cute.Tensor:
-        """Issue dQ = dS K of a query tile once both warpgroups have written their dS; returns where it will be."""
-        barriers.wait_full(between.ds_full, position, DS_BUFFERS)
-        buffer = barriers.stage_of(position, DS_BUFFERS)
+    def issue_dq(self, position: Int32, operands: KeyOperands) -> cute.Tensor:
+        """Issue dQ = dS K of a query tile, behind its dK; returns where it will be."""
         mma = self.dq_mma()
         dq = self.accumulator(mma, self.spec.dq_columns)
         warpgroup.fence()
         mma.set(warpgroup.Field.ACCUMULATE, False)
         for part in cutlass.range_constexpr(self.key_parts):
-            ds_rows = operands.ds_rows[None, None, None, buffer * self.key_parts + part]
+            ds_rows = operands.ds_rows[None, None, None, self.ds_tile(position, part)]
             for k in cutlass.range_constexpr(cute.size(ds_rows, mode=[2])):
                 b = operands.k_columns[None, None, k, part]
                 cute.gemm(mma, dq, ds_rows[None, None, k], b, dq)
@@ -735,8 +728,8 @@ class BackwardKernel:
         raw_scores: cute.Tensor,
         p: cute.Tensor,
         scale_log2: Float32,
-    ) -> cute.Tensor:
-        """P, rounded into ``p``; returns it in float32, in the place of the scores unless they are still needed."""
+    ):
+        """P, rounded into ``p``. Of the scores is left what their derivatives are taken at, if something changed them."""
         spec, extras = self.spec, work.extras
         values = cute.make_tensor(raw_scores.iterator, cute.make_layout(cute.size(raw_scores)))
         if const_expr(spec.modified):
@@ -749,12 +742,9 @@ class BackwardKernel:
         if const_expr(self.mask_mod is not None):
             gradients.hide(self.mask_mod, values, work.batch_index, head, keys, queries, extras.mask_aux)
         if self.is_cut(work, m_block, me):
-            work.sizes.mask.hide_queries(
-                layout.rows_and_columns(values), keys, queries, spec.mask
-            )
+            work.sizes.mask.hide_queries(layout.rows_and_columns(values), keys, queries, spec.mask)
         lse = gradients.of_lane(self.rows_of(statistics, me), me.lane)
         gradients.exponentiate(values, scale_log2, lse, p, self.dtype)
-        return values
 
     @cute.jit
     def is_cut(self, work: KeyWork, m_block: Int32, me: Consumer) -> Boolean:
@@ -762,22 +752,24 @@ class BackwardKernel:
         mask, kind = work.sizes.mask, self.spec.mask
         first_key = self.first_key_of(work, me)
         cut = first_key + WGMMA_ROWS > mask.seqlen_k
-        if const_expr(kind in ("causal", "window")):
-            begin, end = mask.whole_query_tiles(first_key, first_key + WGMMA_ROWS - 1, self.tile_m, kind)
-            cut = cut or m_block < begin
-            if const_expr(kind == "window"):
-                cut = cut or m_block >= end
+        begin, end = mask.whole_query_tiles(first_key, first_key + WGMMA_ROWS - 1, self.tile_m, kind)
+        cut = cut or m_block < begin
+        if const_expr(kind == "window"):
+            cut = cut or m_block >= end
         return cut
 
     @cute.jit
     def share(self, rounded: cute.Tensor, shared: cute.Tensor, position: Int32, full: cute.Pointer, me: Consumer):
         """Put the warpgroup's part of P or dS into shared memory, and say so."""
         spec = self.spec
-        buffer = barriers.stage_of(position, DS_BUFFERS)
         if const_expr(spec.split_keys):
-            tile = shared[None, None, buffer * self.key_parts + me.group]
+            tile = shared[None, None, self.ds_tile(position, me.group)]
         else:
-            tile = cute.local_tile(shared[None, None, buffer], (WGMMA_ROWS, spec.score_rows), (0, me.group))
+            tile = cute.local_tile(
+                shared[None, None, barriers.stage_of(position, DS_BUFFERS)],
+                (WGMMA_ROWS, spec.score_rows),
+                (0, me.group),
+            )
         self.write(rounded, tile, me)
         # Ordinary writes must be visible to the tensor core.
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -806,7 +798,7 @@ class BackwardKernel:
         thread = 32 * me.warp + me.lane
         address = rows.dq + 16 * (Int64(tile) * (chunks * WARPGROUP_THREADS) + thread)
         turn_address, turn = rows.turns + 4 * Int64(tile), Int32(0)
-        if rows.turns != 0:
+        if const_expr(self.spec.deterministic):
             turn = self.turn_of(work, m_block)
             if thread == 0:
                 current = ptx.load_acquire(turn_address)
@@ -815,7 +807,7 @@ class BackwardKernel:
             barriers.sync_group(me.group)
         for i in cutlass.range_constexpr(chunks):
             ptx.add_to_memory(address + 16 * WARPGROUP_THREADS * i, dq, 4 * i)
-        if rows.turns != 0:
+        if const_expr(self.spec.deterministic):
             cute.arch.fence_acq_rel_gpu()
             barriers.sync_group(me.group)
             if thread == 0:

@@ -48,7 +48,8 @@ class Rows(NamedTuple):
     delta: Int64
     #: Sums of dQ, before the softmax scale; the order of a tile's elements is explained at ``add_dq``.
     dq: Int64
-    #: Turns of the tiles of dQ, or 0: int32, one for each query tile, head and warpgroup.
+    #: With ``deterministic``, whose turn it is to add to a tile of dQ: int32, 0 before the launch, one for each
+    #: query tile, head and warpgroup.
     turns: Int64
 
 
@@ -96,8 +97,6 @@ class KeyShared(NamedTuple):
     ds_rows: cute.Tensor
     #: P transposed; only where the warpgroups share their keys.
     p: cute.Tensor | None
-    #: (1,) int32, 0; see `fa3.kernels.parts.gradients.factor_of`.
-    zero: cute.Tensor
 
 
 class KeyBarriers(NamedTuple):
@@ -119,17 +118,8 @@ class KeyOperands(NamedTuple):
     dout_columns: cute.Tensor
     ds_rows: cute.Tensor
     k_columns: cute.Tensor
-    #: First operands of dV and dK: registers, or tiles in shared memory.
+    #: First operand of dV: registers, or tiles in shared memory where the warpgroups share their keys; and of dK.
     p: cute.Tensor
     ds: cute.Tensor
     dk: cute.Tensor
     dv: cute.Tensor
-
-
-class KeyStores(NamedTuple):
-    """TMA copies of dK and dV tiles to global memory."""
-
-    dk_tma: cute.CopyAtom
-    dk_target: cute.Tensor
-    dv_tma: cute.CopyAtom
-    dv_target: cute.Tensor

@@ -105,25 +105,10 @@ def hide(
 
 
 @cute.jit
-def factor_of(p: cute.Tensor, index: cutlass.Constexpr, zero: Int32, dtype: cutlass.Constexpr) -> Float32:
-    """P of a register, from float32 or from rounded pairs.
-
-    ``zero`` is 0, and was read from memory behind the wait for dP. The assembler may not know it, so it cannot widen
-    the pairs, and fill as many registers again, before dP is there.
-    """
-    if const_expr(p.element_type is Float32):
-        return p[index]
-    else:
-        pairs = cute.recast_tensor(p, Int32)
-        return ptx.unpack(pairs[index // 2], zero, index % 2, dtype)
-
-
-@cute.jit
 def score_gradients(
     p: cute.Tensor,
     dp: cute.Tensor,
     delta: cute.Tensor,
-    zero: Int32,
     rounded: cute.Tensor,
     dtype: cutlass.Constexpr,
     derivative: cutlass.Constexpr,
@@ -138,12 +123,16 @@ def score_gradients(
 ):
     """Replace dP by dS = P * (dP - delta), and round it; ``delta`` as `of_lane` returns it.
 
-    With a ``score_mod`` or softcap, dS is that of the scores before them; ``raw`` as `modified` left it.
+    ``p`` is rounded: unrounded it would take twice the registers. With a ``score_mod`` or softcap, dS is that of the
+    scores before them; ``raw`` as `modified` left it.
     """
+    pairs = cute.recast_tensor(cute.make_tensor(p.iterator, cute.make_layout(cute.size(p))), Int32)
+    dp = cute.make_tensor(dp.iterator, cute.make_layout(cute.size(dp)))
+    raw = cute.make_tensor(raw.iterator, cute.make_layout(cute.size(raw)))
     for group in cutlass.range_constexpr(cute.size(dp) // 4):
         pair = pair_of(delta, group)
         for i in cutlass.range_constexpr(4 * group, 4 * group + 4):
-            dp[i] = factor_of(p, i, zero, dtype) * (dp[i] - pair[i % 2])
+            dp[i] = ptx.unpack(pairs[i // 2], i % 2, dtype) * (dp[i] - pair[i % 2])
             if const_expr(derivative is not None):
                 query = first_query + Int32(layout.column_in_tile(column_of(i)))
                 score = raw[i] * mod_factor

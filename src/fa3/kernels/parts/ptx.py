@@ -35,16 +35,17 @@ def pack_pair(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Int3
     )
 
 
-def unpack(pair: Int32, zero: Int32, half: int, dtype: type[cutlass.Numeric]) -> Float32:
-    """Widen one half of a pair of fp16 or bf16 to float32; ``zero`` is 0, and the result waits for it."""
+def unpack(pair: Int32, half: int, dtype: type[cutlass.Numeric]) -> Float32:
+    """Widen the lower (0) or upper (1) half of a pair of fp16 or bf16 to float32."""
     if dtype is cutlass.BFloat16:
         # The bits of a bf16 are the upper half of those of a float32.
-        code = "mad.lo.u32 {$w0}, {$r0}, 65536, {$r1};" if half == 0 else "lop3.b32 {$w0}, {$r0}, 0xffff0000, {$r1}, 0xea;"
-        bits = cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[pair, zero])
+        code = "shl.b32 {$w0}, {$r0}, 16;" if half == 0 else "and.b32 {$w0}, {$r0}, 0xffff0000;"
+        bits = cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[pair])
         return bits.bitcast(Float32)
-    code = f"""{{\n.reg .b32 pair;\n.reg .b16 low, high;\n
-        or.b32 pair, {{$r0}}, {{$r1}};\nmov.b32 {{low, high}}, pair;\ncvt.f32.f16 {{$w0}}, {("low", "high")[half]};\n}}"""
-    return cute.arch.inline_ptx(code, write_only_types=[Float32], read_only_args=[pair, zero])
+    code = (
+        f"{{\n.reg .b16 low, high;\nmov.b32 {{low, high}}, {{$r0}};\ncvt.f32.f16 {{$w0}}, {('low', 'high')[half]};\n}}"
+    )
+    return cute.arch.inline_ptx(code, write_only_types=[Float32], read_only_args=[pair])
 
 
 @cute.jit

@@ -1,0 +1,126 @@
+"""Sets of kernels to compile ahead of the first call: what ships, and what tests and sweeps ask for beyond that.
+
+Pure Python and pure arithmetic, as `fa3.plan`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fa3.backward_plan import BACKWARD_MODIFIED, BACKWARD_TILES, backward_specs, make_backward_specs
+from fa3.plan import forward_specs, make_spec
+from fa3.spec import ForwardSpec, KernelSpec
+from fa3.tiles import CANDIDATES, MODIFIED, QV, TILES, TileChoice
+
+PRESETS = ("smoke", "forward", "backward", "training", "features", "schedule", "all", "tests", "sweep")
+
+
+def shipped_specs(preset: str) -> tuple[KernelSpec, ...]:
+    """The specs of a preset, in a fixed order.
+
+    ``smoke``: one kernel. ``forward``: all that `fa3.plan.plan` can choose for plain calls and windows. ``backward``:
+    all that `fa3.backward_plan.plan_backward` can choose for their gradients. ``training``: both. ``features``: caps,
+    modifications, block masks and qv at the usual head dims. ``schedule``: combinations of the forward schedule's
+    switches, for tests and the ablation. ``all``: all of these, which are the shipped ones. ``tests``: those, and what
+    the GPU tests ask for beyond them. ``sweep``: what the sweep of the tile tables tries.
+
+    Raises:
+        ValueError: unknown preset.
+    """
+    if preset == "smoke":
+        return (make_spec("bf16", 128, "full", TILES[128, 128]["full"][-1][1]),)
+    if preset not in _SETS:
+        raise ValueError(f"preset={preset!r}: allowed are {', '.join(PRESETS)}")
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(specs() for specs in _SETS[preset])))
+
+
+_ALIBI = {"score_mod": "fa3.kernels.mods:alibi", "score_aux": "f1"}
+_BIAS = {"score_mod": "fa3.kernels.mods:relative_bias", "score_aux": "f2"}
+_PREFIX = {"mask_mod": "fa3.kernels.mods:prefix_lm", "mask_aux": "i1"}
+_DOCUMENT = {"mask_mod": "fa3.kernels.mods:document_causal", "mask_aux": "i2"}
+#: Of what only adds to scores.
+_DERIVATIVE = {"derivative": "fa3.kernels.mods:additive"}
+
+
+def _features() -> Iterator[ForwardSpec]:
+    """Of each option that changes the machine code, and of some together; others are compiled when first asked for."""
+    for kind, mask in (*(((128, 128), mask) for mask in TILES[128, 128]), ((256, 256), "full")):
+        yield make_spec("bf16", kind, mask, MODIFIED[kind], softcap=True)
+    yield make_spec("bf16", 128, "causal", MODIFIED[128, 128], **_ALIBI)
+    for kind in ((64, 64), (128, 128), (256, 256)):
+        yield make_spec("bf16", kind, "blocks", MODIFIED[kind], **_DOCUMENT)
+    yield make_spec("bf16", 128, "full", MODIFIED[128, 128], **_BIAS, **_PREFIX)
+    yield make_spec("bf16", 128, "window", MODIFIED[128, 128], softcap=True, **_BIAS, **_PREFIX)
+    for kind, mask in (((64, 256), "full"), ((128, 128), "causal")):
+        yield make_spec("bf16", kind, mask, QV[kind], qv=True)
+
+
+def _more_features() -> Iterator[ForwardSpec]:
+    """More of the features: at every usual head dim, under every mask."""
+    for kind in ((64, 64), (256, 256)):
+        for mask in TILES[kind]:
+            yield make_spec("bf16", kind, mask, MODIFIED[kind], softcap=True)
+        yield make_spec("bf16", kind, "causal", MODIFIED[kind], **_ALIBI)
+    for kind, mask in itertools.product(((64, 64), (128, 128), (64, 256)), ("full", "causal")):
+        yield make_spec("bf16", kind, mask, QV[kind], qv=True)
+
+
+def _features_of_gradients() -> Iterator[KernelSpec]:
+    """Gradients in a fixed order of every tile class under every mask, and those of the features."""
+    for (kind, tiles), mask in itertools.product(BACKWARD_TILES.items(), ("full", "causal", "window")):
+        yield from make_backward_specs("bf16", kind, mask, tiles, deterministic=True)
+    features: tuple[tuple[tuple[int, int], str, dict[str, bool | str]], ...] = (
+        ((64, 64), "causal", {"softcap": True}),
+        ((128, 128), "full", {"softcap": True}),
+        ((256, 256), "full", {"softcap": True}),
+        ((64, 64), "causal", {**_ALIBI, **_DERIVATIVE}),
+        ((128, 128), "causal", {**_ALIBI, **_DERIVATIVE}),
+        ((128, 128), "full", {**_BIAS, **_DERIVATIVE, **_PREFIX}),
+        ((128, 128), "window", {"softcap": True, **_BIAS, **_DERIVATIVE, **_PREFIX}),
+    )
+    for kind, mask, options in features:
+        yield from make_backward_specs("bf16", kind, mask, BACKWARD_MODIFIED[kind], **options)
+
+
+def _schedules() -> Iterator[ForwardSpec]:
+    switches = (False, True)
+    # The paper's ablation is in fp16, at d 128 without a mask.
+    full = make_spec("fp16", 128, "full", TILES[128, 128]["full"][-1][1])
+    for specialized, pingpong, overlap in itertools.product(switches, switches, switches):
+        yield replace(full, warp_specialized=specialized, pingpong=pingpong, overlap=overlap)
+    # Elsewhere each switch off alone, or all of them.
+    causal = make_spec("bf16", 128, "causal", TILES[128, 128]["causal"][-1][1])
+    for switch in ("warp_specialized", "pingpong", "overlap"):
+        yield replace(causal, **{switch: False})  # type: ignore[arg-type]
+    for spec in (
+        causal,
+        make_spec("bf16", 64, "full", TILES[64, 64]["full"][-1][1]),
+        make_spec("bf16", 256, "causal", TILES[256, 256]["causal"][-1][1]),
+    ):
+        yield replace(spec, warp_specialized=False, pingpong=False, overlap=False)
+    # A window without a producer warp: skipped steps load too.
+    yield replace(make_spec("bf16", 128, "window", TILES[128, 128]["window"][-1][1]), warp_specialized=False)
+    # References that always move; a single stage.
+    yield replace(make_spec("bf16", 128, "full", TILES[128, 128]["full"][-1][1]), rescale_threshold=0.0)
+    yield make_spec("bf16", 128, "full", TileChoice(192, 80, 1))
+
+
+def _sweep() -> Iterator[ForwardSpec]:
+    for kind, choices in CANDIDATES.items():
+        for mask, choice in itertools.product(("full", "causal", "window"), choices):
+            yield make_spec("bf16", kind, mask, choice)
+
+
+#: Preset -> the sets that it is made of.
+_SETS = {
+    "forward": (forward_specs,),
+    "backward": (backward_specs,),
+    "training": (forward_specs, backward_specs),
+    "features": (_features,),
+    "schedule": (_schedules,),
+    "all": (forward_specs, _features, _schedules, backward_specs),
+    "tests": (forward_specs, _features, _schedules, backward_specs, _more_features, _features_of_gradients),
+    "sweep": (_sweep,),
+}
