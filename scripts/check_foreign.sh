@@ -80,7 +80,7 @@ for tool in ("gcc", "cc", "nvcc", "ptxas", "cuobjdump", "nvdisasm"):
     assert shutil.which(tool) is None, f"{tool} is in PATH: this proves nothing"
 from fa3.compiler.store import default_store
 from fa3.errors import CompileError, StoreError
-from fa3.plan import shipped_specs
+from fa3.presets import shipped_specs
 store = default_store()
 specs = [spec for spec in shipped_specs("all") if store.find(spec) is not None]
 assert specs, f"no artifact of this version in {store.folders}"

@@ -13,13 +13,13 @@ cutlass = pytest.importorskip("cutlass")
 
 import row_wrappers as wrappers  # noqa: E402
 from bricks_on_host import call, floats, ints  # noqa: E402
-from fa3.plan import shipped_specs  # noqa: E402
+from fa3.spec import TILE_CLASSES  # noqa: E402
 
 DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 GROUPS = (1, 2, 3, 5, 8, 16)
 
 #: Columns of the q and out tiles of packed kernels, shipped or not.
-TILE_COLUMNS = sorted({columns for spec in shipped_specs("all") for columns in (spec.head_dim, spec.head_dim_v)})
+TILE_COLUMNS = sorted({columns for kind in TILE_CLASSES for columns in kind})
 
 
 def cases_of(rows: int, heads: int) -> Tensor:

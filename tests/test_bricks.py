@@ -15,7 +15,7 @@ import brick_wrappers as wrappers  # noqa: E402
 from bricks_on_host import call, ints  # noqa: E402
 from fa3.kernels.parts import layout  # noqa: E402
 from fa3.kernels.parts.barriers import NamedBarrier  # noqa: E402
-from fa3.plan import shipped_specs  # noqa: E402
+from fa3.presets import shipped_specs  # noqa: E402
 
 # layout -------------------------------------------------------------------------------------------
 
@@ -60,7 +60,7 @@ def test_score_registers_are_the_operand_of_the_next_product_without_a_shuffle()
         assert torch.equal(ours[:, 8 * step : 8 * step + 8] - 64 * 16 * step, operand)
 
 
-@pytest.mark.parametrize("columns", sorted({spec.head_dim_v for spec in shipped_specs("all") if spec.qv}))
+@pytest.mark.parametrize("columns", sorted({spec.head_dim_v for spec in shipped_specs("features") if spec.qv}))
 def test_a_stage_of_v_is_both_operands_of_the_products_that_qv_needs(columns):
     keys, stages = 48, 2
     places = ints(keys, columns, stages, 2)
@@ -225,7 +225,7 @@ def test_stages_keep_their_order_beyond_the_signed_integers():
 
 
 def test_named_barriers_of_all_warpgroups_are_distinct_and_exist():
-    groups = max(spec.consumer_warpgroups for spec in shipped_specs("all"))
+    groups = max(spec.consumer_warpgroups for spec in shipped_specs("forward"))
     numbers = [first + group for first in NamedBarrier for group in range(groups)]
     assert len(set(numbers)) == len(numbers)
     assert min(numbers) >= 1

@@ -19,7 +19,8 @@ from fa3.compiler.build import Artifact
 from fa3.compiler.store import Store, default_store
 from fa3.errors import FA3Error
 from fa3.options import Options
-from fa3.plan import H200, plan, shipped_specs
+from fa3.plan import H200, plan
+from fa3.presets import shipped_specs
 from fa3.problem import check_forward
 
 

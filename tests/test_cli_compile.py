@@ -7,7 +7,7 @@ from fa3.cli import compile as command
 from fa3.cli.main import main
 from fa3.compiler.build import Outcome
 from fa3.errors import CompileError
-from fa3.plan import PRESETS, shipped_specs
+from fa3.presets import PRESETS, shipped_specs
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import fa3
-from fa3 import plan as planning
 from fa3.backends import hopper
 from fa3.plan import H200
+from fa3.presets import shipped_specs
 from recorder import NAMES, OF_ONE_CALL, SIZES, install, strides_of, tensors
 
 
@@ -139,7 +139,7 @@ def test_a_problem_without_a_kernel_names_the_way_out(kernel):
 
 
 def test_a_spec_for_another_problem_is_refused(kernel):
-    (spec,) = planning.shipped_specs("smoke")
+    (spec,) = shipped_specs("smoke")
     with pytest.raises(ValueError, match=spec.name):
         hopper.forward_with_spec(spec, *tensors(head_dim=64))
 
@@ -208,7 +208,7 @@ def test_the_per_thread_default_stream_shares_no_counter(kernel, monkeypatch):
 
 
 def test_a_given_spec_does_not_excuse_from_checks(kernel):
-    (spec,) = planning.shipped_specs("smoke")
+    (spec,) = shipped_specs("smoke")
     q, k, v = tensors()
     hopper.forward_with_spec(spec, q, k, v)
     with pytest.raises(TypeError, match="dtype"):

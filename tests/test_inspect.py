@@ -15,7 +15,7 @@ from fa3.cli import inspect as command
 from fa3.compiler import inspect
 from fa3.compiler.inspect import Report, check, cubin_of, read_report
 from fa3.errors import CompileError
-from fa3.spec import ForwardSpec
+from fa3.spec import BackwardSpec, FinishSpec, ForwardSpec, KernelSpec, PrepareSpec
 
 USAGE = """
 Resource usage:
@@ -81,9 +81,11 @@ def overlap_of(lines: Sequence[str]) -> list[int]:
 def test_counts_resources_and_register_reallocation_are_read() -> None:
     code = ["USETMAXREG.DEALLOC.CTAPOOL 0x18", "UTMALDG.4D [UR8], [UR4]", "@!P1 LDL R1, [R2]", "STL.64 [R2], R4"]
     code += ["USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0", *QK, *NONE_LEFT, *SOFTMAX, "MUFU.RCP R1, R2"]
-    code += ["UTMASTG.4D [UR8], [UR4]", "LDGSTS.E [R1], [R2]", *EXIT]
+    code += ["UTMASTG.4D [UR8], [UR4]", "LDGSTS.E [R1], [R2]"]
+    code += ["STG.E.128 desc[UR4][R2.64], R4", "STG.E [R1], R2", "STG.E.64 [R1], R2"]
+    code += ["REDG.E.ADD.F32x4.FTZ.RN.STRONG.GPU desc[UR4][R2.64], R4", "REDG.E.ADD.F32.FTZ.RN [R2], R4", *EXIT]
     report = read_report(USAGE, sass(code))
-    assert report == Report(168, 0, 0, 2, 1024, 2, 1, 1, 4, 1, [24, 240], [])
+    assert report == Report(168, 0, 0, 2, 1024, 2, 1, 1, 4, 1, [24, 240], [], [], 1, 1)
 
 
 def test_softmax_between_the_two_waits_is_overlap() -> None:
@@ -98,6 +100,23 @@ def test_a_wait_hoisted_above_the_softmax_is_no_overlap() -> None:
 def test_a_wait_sunk_into_the_softmax_counts_what_is_left_before_it() -> None:
     half = SOFTMAX[:2]
     assert overlap_of([".L_loop:", *QK, *PV, *ONE_LEFT, *half, *NONE_LEFT, *half, *BACK, *EXIT]) == [2]
+
+
+def under(lines: Sequence[str]) -> list[int]:
+    return read_report(USAGE, sass(lines)).under
+
+
+def test_exponentials_behind_any_product_that_is_not_waited_for_run_under_it() -> None:
+    loop = [".L_loop:", *QK, *PV, *ONE_LEFT, *NONE_LEFT, *PV, *SOFTMAX, *NONE_LEFT, *BACK, *EXIT]
+    assert (under(loop), overlap_of(loop)) == ([4], [0])
+    assert under([".L_loop:", *QK, *PV, *ONE_LEFT, *SOFTMAX, *NONE_LEFT, *BACK, *EXIT]) == [4]
+    assert under([".L_loop:", *QK, *NONE_LEFT, *SOFTMAX, *PV, *NONE_LEFT, *BACK, *EXIT]) == [0]
+
+
+def test_a_product_at_the_end_of_a_loop_is_in_flight_at_its_beginning() -> None:
+    assert under([".L_loop:", *SOFTMAX, *NONE_LEFT, *SOFTMAX, *QK, *BACK, *EXIT]) == [4]
+    # A wait that leaves one of none leaves none.
+    assert under([".L_loop:", *ONE_LEFT, *SOFTMAX, *QK, *NONE_LEFT, *BACK, *EXIT]) == [0]
 
 
 def test_a_rotated_loop_is_followed_round() -> None:
@@ -188,6 +207,70 @@ def test_kernels_of_every_option_promise_the_same(changes: dict[str, object]) ->
         assert len(check(spec, dataclasses.replace(KEPT, **change))) == 1  # type: ignore[arg-type]
 
 
+BACKWARD = BackwardSpec("bf16", 128, 128, "causal", tile_m=64, tile_n=128, stages=2, stages_dout=2)
+BACKWARD_KEPT = dataclasses.replace(KEPT, hgmma=64, waits=6, overlap=[0], under=[32], vector_reductions=16)
+PREPARE = PrepareSpec("bf16", 128, 128, tile_m=64)
+FINISH = FinishSpec("bf16", 128, tile_m=64)
+#: Of a kernel without products.
+PLAIN_KEPT = Report(32, 0, 0, 0, 0, 0, 0, 0, 0, 0, [], [])
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"deterministic": True}, {"softcap": True}, {"score_mod": "m:f", "derivative": "m:g"}], ids=str
+)
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"stack": 32}, "stack 32"),
+        ({"spills": 3}, "3 spill"),
+        ({"hgmma": 0, "waits": 0}, "no HGMMA"),
+        ({"utmaldg": 0}, "no UTMALDG"),
+        ({"utmastg": 0}, "no UTMASTG"),
+        ({"waits": 40}, "serialized"),
+        ({"setmaxreg": [240]}, "USETMAXREG"),
+        ({"setmaxreg": [24, 248]}, "asks for 66560 registers: the block owns 64512"),
+        ({"overlap": [], "under": []}, "no main loop"),
+        ({"under": [32, 15]}, "expected 16 on"),
+        ({"vector_reductions": 0}, "no REDG of 16 bytes"),
+    ],
+)
+def test_each_broken_promise_of_the_backward_is_named(
+    changes: dict[str, object], change: dict[str, object], sentence: str
+) -> None:
+    spec = dataclasses.replace(BACKWARD, **changes)  # type: ignore[arg-type]
+    assert check(spec, BACKWARD_KEPT) == []
+    (broken,) = check(spec, dataclasses.replace(BACKWARD_KEPT, **change))  # type: ignore[arg-type]
+    assert sentence in broken
+
+
+def test_warpgroups_that_share_their_keys_have_half_of_the_scores_each() -> None:
+    shared = dataclasses.replace(BACKWARD, head_dim=256, head_dim_v=256, tile_n=64)
+    assert not shared.split_keys
+    assert check(shared, dataclasses.replace(BACKWARD_KEPT, under=[8])) == []
+    (broken,) = check(shared, dataclasses.replace(BACKWARD_KEPT, under=[7]))
+    assert "expected 8 on" in broken
+
+
+@pytest.mark.parametrize(
+    ("spec", "kept", "sentence"),
+    [
+        (PREPARE, {"vector_stores": 8}, "no STG of 16 bytes"),
+        (FINISH, {"utmastg": 1}, "no UTMASTG"),
+    ],
+    ids=["prepare", "finish"],
+)
+def test_the_passes_around_the_main_one_promise_vectors_and_no_spills(
+    spec: KernelSpec, kept: dict[str, int], sentence: str
+) -> None:
+    found = dataclasses.replace(PLAIN_KEPT, **kept)  # type: ignore[arg-type]
+    assert check(spec, found) == []
+    (broken,) = check(spec, PLAIN_KEPT)
+    assert sentence in broken
+    for change in ({"spills": 2}, {"local": 16}, {"stack": 8}):
+        (broken,) = check(spec, dataclasses.replace(found, **change))  # type: ignore[arg-type]
+        assert str(next(iter(change.values()))) in broken
+
+
 def test_switches_that_are_off_must_not_show() -> None:
     (broken,) = check(dataclasses.replace(SPEC, overlap=False), KEPT)
     assert "overlap is off" in broken
@@ -240,6 +323,19 @@ def test_the_command_prints_a_table_and_writes_the_machine_code(
     assert "24/240" in printed
     assert "kept" in printed
     assert SPEC.name in printed
+
+
+@pytest.mark.parametrize("spec", [BACKWARD, PREPARE, FINISH], ids=lambda spec: spec.name)
+def test_the_command_knows_the_kernels_of_gradients(
+    artifact: Path, spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (artifact / "facts.json").write_text(json.dumps({"spec": spec.as_dict()}))
+    found = dataclasses.replace(BACKWARD_KEPT, vector_stores=8)
+    monkeypatch.setattr(inspect, "report", lambda cubin: found)
+    assert run_command(str(artifact)) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(spec.name))
+    assert line.split()[3] == str(spec.shared_bytes + found.shared_static)
+    assert line.endswith("kept")
 
 
 def test_an_artifact_of_another_version_is_shown_without_promises(

@@ -23,13 +23,13 @@ from fa3.plan import (
     make_spec,
     order_of,
     plan,
-    shipped_specs,
     tile_class,
     tile_count,
     usual_tiles,
     visible_pairs,
     why_not,
 )
+from fa3.presets import shipped_specs
 from fa3.problem import max_head_dim_v
 from fa3.spec import TILE_CLASSES, ForwardSpec
 from fa3.tiles import MODIFIED, PACKED, QV, SMALL, TILES

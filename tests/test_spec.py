@@ -9,8 +9,18 @@ from dataclasses import replace
 
 import pytest
 
-from fa3.plan import PRESETS, shipped_specs
-from fa3.spec import MASKS, SHARED_MEMORY_PER_BLOCK, TILE_CLASSES, ForwardSpec, spec_from_dict
+from fa3.presets import PRESETS, shipped_specs
+from fa3.spec import (
+    BACKWARD_CLASSES,
+    MASKS,
+    SHARED_MEMORY_PER_BLOCK,
+    TILE_CLASSES,
+    BackwardSpec,
+    FinishSpec,
+    ForwardSpec,
+    PrepareSpec,
+    spec_from_dict,
+)
 
 SPEC = ForwardSpec(
     dtype="bf16",
@@ -175,7 +185,11 @@ def test_reading_a_dict_leaves_it_as_it_was():
 
 
 def test_the_dict_of_another_kernel_is_refused_by_name():
-    with pytest.raises(ValueError, match="kernel='backward': known kernels are 'forward'"):
+    with pytest.raises(
+        ValueError, match="kernel='sideways': known kernels are 'forward', 'backward', 'prepare', 'finish'"
+    ):
+        spec_from_dict({**SPEC.as_dict(), "kernel": "sideways"})
+    with pytest.raises(ValueError, match=r"not the fields of a BackwardSpec: .*'pingpong'"):
         spec_from_dict({**SPEC.as_dict(), "kernel": "backward"})
     with pytest.raises(ValueError, match="kernel=None"):
         spec_from_dict(dataclasses.asdict(SPEC))
@@ -212,7 +226,9 @@ def test_a_block_has_a_warpgroup_for_64_rows_and_one_more_to_load(tile_m, specia
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_shipped_spec_fits_in_the_shared_memory_of_a_block(preset):
     for spec in shipped_specs(preset):
-        assert 0 < spec.shared_bytes <= SHARED_MEMORY_PER_BLOCK, spec.name
+        assert 0 <= spec.shared_bytes <= SHARED_MEMORY_PER_BLOCK, spec.name
+        # Only the pass before the main one of a backward has no tile.
+        assert (spec.shared_bytes == 0) == isinstance(spec, PrepareSpec)
 
 
 @pytest.mark.parametrize(
@@ -265,3 +281,112 @@ def test_qv_takes_a_tile_as_large_as_that_of_out(kind):
     with_qv = replace(without, qv=True)
     assert with_qv.out_has_own_tile
     assert with_qv.shared_bytes - without.shared_bytes == 2 * 64 * kind[1]
+
+
+# gradients ----------------------------------------------------------------------------------------
+
+BACKWARD = BackwardSpec("bf16", 128, 128, "causal", tile_m=64, tile_n=128, stages=2, stages_dout=2)
+PREPARE = PrepareSpec("bf16", 128, 128, tile_m=64)
+FINISH = FinishSpec("bf16", 128, tile_m=64)
+AROUND = (PREPARE, FINISH)
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "values"),
+    [
+        *((spec, "dtype", ["fp32", "bfloat16", ""]) for spec in (BACKWARD, *AROUND)),
+        *((spec, "head_dim", [0, 32, 96, 512]) for spec in (BACKWARD, *AROUND)),
+        (BACKWARD, "mask", ["", "none", "Causal"]),
+        (BACKWARD, "tile_m", [0, 32, 96, 192]),
+        (BACKWARD, "tile_n", [0, 32, 96, 256]),
+        (BACKWARD, "stages", [0, -1, 5]),
+        (BACKWARD, "stages_dout", [0, -1, 5]),
+    ],
+    ids=lambda value: type(value).__name__ if hasattr(value, "as_dict") else None,
+)
+def test_a_field_of_a_gradients_spec_out_of_range_is_refused_with_its_name_and_value(spec, field, values):
+    spec.validate()
+    for value in values:
+        with pytest.raises(ValueError, match=rf"^{field}={re.escape(repr(value))}[:,] "):
+            replace(spec, **{field: value}).validate()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim_v": 64}, f"head_dim=128, head_dim_v=64: the tile classes are {BACKWARD_CLASSES}"),
+        ({"mask": "blocks"}, "mask='blocks': blocks that are cut need a mask_mod"),
+        ({"score_mod": "m:f"}, "score_mod='m:f', derivative='': both or neither"),
+        ({"derivative": "m:g"}, "score_mod='', derivative='m:g': both or neither"),
+        (
+            {"tile_m": 128, "stages": 3, "stages_dout": 2},
+            # K and V; q and dout of several steps; dS of two; LSE and delta in float32.
+            f"needs {2 * (128 * 256 + 128 * 5 * 128 + 2 * 128 * 128) + 4 * 128 * 5 + 1024} bytes of shared memory: at "
+            "most 232448",
+        ),
+    ],
+    ids=str,
+)
+def test_fields_of_a_backward_that_do_not_go_together_are_refused(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace(BACKWARD, **changes).validate()
+
+
+@pytest.mark.parametrize(
+    ("spec", "others"),
+    [
+        (
+            replace(BACKWARD, score_mod="one:score", derivative="one:derivative", mask_mod="one:mask"),
+            {
+                "dtype": "fp16",
+                "head_dim": 64,
+                "head_dim_v": 64,
+                "mask": "window",
+                "tile_m": 128,
+                "tile_n": 64,
+                "stages": 3,
+                "stages_dout": 1,
+                "deterministic": True,
+                "early_dq": True,
+                "softcap": True,
+                "score_mod": "other:score",
+                "derivative": "other:derivative",
+                "mask_mod": "other:mask",
+                "score_aux": "f1",
+                "mask_aux": "f1",
+            },
+        ),
+        (PREPARE, {"dtype": "fp16", "head_dim": 64, "head_dim_v": 64, "tile_m": 128}),
+        (FINISH, {"dtype": "fp16", "head_dim": 64, "tile_m": 128}),
+    ],
+    ids=["backward", "prepare", "finish"],
+)
+def test_the_name_of_a_gradients_spec_tells_it_apart_by_every_field(spec, others):
+    assert set(others) == {field.name for field in dataclasses.fields(spec)}
+    names = {spec.name, *(replace(spec, **{field: value}).name for field, value in others.items())}
+    assert len(names) == 1 + len(others)
+
+
+def test_the_names_of_plain_gradients_specs_say_their_dims_mask_and_tiles():
+    assert BACKWARD.name == "backward_bf16_d128_causal_64x128x2x2"
+    assert replace(BACKWARD, head_dim=192, deterministic=True).name == (
+        "backward_bf16_d192v128_causal_64x128x2x2_deterministic"
+    )
+    assert PREPARE.name == "prepare_bf16_d128v128_64"
+    assert FINISH.name == "finish_bf16_d128_64"
+
+
+@pytest.mark.parametrize(
+    ("tile_m", "tile_n", "split_keys", "score_rows", "dq_columns"),
+    [(64, 128, True, 64, 64), (128, 128, True, 128, 128), (64, 64, False, 32, 64), (128, 64, False, 64, 128)],
+)
+def test_the_warpgroups_of_a_backward_split_its_products(tile_m, tile_n, split_keys, score_rows, dq_columns):
+    spec = replace(BACKWARD, tile_m=tile_m, tile_n=tile_n)
+    assert (spec.split_keys, spec.score_rows, spec.dq_columns) == (split_keys, score_rows, dq_columns)
+    # Two that multiply and one that loads; the last pass has no loads of its own.
+    assert spec.threads == 384
+    assert FINISH.threads == 256
+    # Together they hold all scores, 64 keys each, and all of dQ, 64 rows each.
+    groups = spec.consumer_warpgroups
+    assert groups * 64 * spec.score_rows == tile_m * tile_n
+    assert groups * 64 * spec.dq_columns == tile_m * spec.head_dim

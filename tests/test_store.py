@@ -25,8 +25,8 @@ from fa3.compiler.build import Artifact
 from fa3.compiler.store import Store, default_store
 from fa3.compiler.target import Target
 from fa3.errors import CompileError, StoreError
-from fa3.plan import shipped_specs
-from fa3.spec import ForwardSpec
+from fa3.presets import shipped_specs
+from fa3.spec import BackwardSpec, ForwardSpec
 from toy_kernels import ToySpec
 
 SPEC = ToySpec()
@@ -130,6 +130,16 @@ def test_the_key_depends_on_the_file_of_a_callers_modification(
 
 def test_a_change_of_one_of_two_modifications_changes_the_key(store: Store, modules: Path) -> None:
     spec = modified(score_mod="callers.scores:f", mask_mod="callers_mask:f")
+    keys = {store.key(spec)}
+    for file in ("callers/scores.py", "callers_mask.py"):
+        (modules / file).write_text("# changed")
+        keys.add(store.key(spec))
+    assert len(keys) == 3
+
+
+def test_the_key_depends_on_the_file_of_a_callers_derivative(store: Store, modules: Path) -> None:
+    mods = {"score_mod": "callers.scores:f", "derivative": "callers_mask:f"}
+    spec = BackwardSpec("bf16", 64, 64, "full", 64, 128, 2, 2, **mods)
     keys = {store.key(spec)}
     for file in ("callers/scores.py", "callers_mask.py"):
         (modules / file).write_text("# changed")

@@ -10,8 +10,18 @@ import pytest
 from hypothesis import given, settings
 
 from fa3.cli import compile as compile_command
-from fa3.plan import H200, PRESETS, make_spec, plan, shipped_specs, why_not
-from fa3.spec import BLOCK, SHARED_MEMORY_PER_BLOCK, TILE_CLASSES
+from fa3.plan import H200, make_spec, plan, why_not
+from fa3.presets import PRESETS, shipped_specs
+from fa3.spec import (
+    BACKWARD_CLASSES,
+    BLOCK,
+    SHARED_MEMORY_PER_BLOCK,
+    TILE_CLASSES,
+    BackwardSpec,
+    FinishSpec,
+    ForwardSpec,
+    PrepareSpec,
+)
 from fa3.tiles import CANDIDATES, MODIFIED, PACKED, QV, SMALL, TILES, TileChoice
 from problems import plain_problems
 
@@ -118,10 +128,15 @@ def test_the_smoke_preset_is_one_kernel_that_plans_use():
 
 def test_the_preset_of_everything_holds_what_is_shipped_and_stays_small():
     everything = shipped_specs("all")
-    for preset in ("smoke", "forward", "features", "schedule"):
+    for preset in ("smoke", "forward", "backward", "training", "features", "schedule"):
         assert set(shipped_specs(preset)) <= set(everything)
-    # Compiling takes seconds for each.
-    assert len(everything) <= 120
+    # Compiling takes seconds for each; gradients take three kernels a tile class.
+    assert len(everything) <= 200
+
+
+def test_the_training_preset_is_forward_and_backward():
+    assert set(shipped_specs("training")) == {*shipped_specs("forward"), *shipped_specs("backward")}
+    assert {spec.as_dict()["kernel"] for spec in shipped_specs("backward")} == {"prepare", "backward", "finish"}
 
 
 @settings(max_examples=300, deadline=None)
@@ -148,11 +163,24 @@ def test_the_features_preset_has_every_option_that_changes_a_kernel():
 
 
 def test_the_preset_for_tests_has_the_options_at_every_usual_head_dim_under_every_mask():
-    specs = shipped_specs("tests")
-    assert set(shipped_specs("all")) <= set(specs)
+    assert set(shipped_specs("all")) <= set(shipped_specs("tests"))
+    specs = [spec for spec in shipped_specs("tests") if isinstance(spec, ForwardSpec)]
     capped = {(spec.head_dim, spec.mask) for spec in specs if spec.softcap and not spec.score_mod}
     assert capped == set(itertools.product((64, 128, 256), MASKS))
     assert {spec.mask for spec in specs if spec.qv} == {"full", "causal"}
+
+
+def test_the_preset_for_tests_has_gradients_in_a_fixed_order_of_every_tile_class_under_every_mask():
+    specs = [spec for spec in shipped_specs("tests") if isinstance(spec, BackwardSpec)]
+    fixed = {(spec.head_dim, spec.head_dim_v, spec.mask) for spec in specs if spec.deterministic}
+    assert fixed == {(*kind, mask) for kind in BACKWARD_CLASSES for mask in MASKS}
+    assert any(spec.softcap for spec in specs)
+    assert any(spec.score_mod and spec.mask_mod for spec in specs)
+    # Whatever they ask for comes with what runs before and after it.
+    beside = set(shipped_specs("tests"))
+    for spec in specs:
+        assert PrepareSpec(spec.dtype, spec.head_dim, spec.head_dim_v, spec.tile_m) in beside
+        assert FinishSpec(spec.dtype, spec.head_dim, spec.tile_m) in beside
 
 
 def test_the_schedule_preset_has_the_papers_ablation_every_combination_of_switches_in_fp16_at_128():

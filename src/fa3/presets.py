@@ -9,7 +9,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fa3.backward_plan import BACKWARD_MODIFIED, BACKWARD_TILES, backward_specs, make_backward_specs
+from fa3.backward_plan import (
+    BACKWARD_MODIFIED,
+    BACKWARD_TILES,
+    backward_specs,
+    make_backward_specs,
+    needs_early_dq,
+)
 from fa3.plan import forward_specs, make_spec
 from fa3.spec import ForwardSpec, KernelSpec
 from fa3.tiles import CANDIDATES, MODIFIED, QV, TILES, TileChoice
@@ -70,7 +76,8 @@ def _more_features() -> Iterator[ForwardSpec]:
 def _features_of_gradients() -> Iterator[KernelSpec]:
     """Gradients in a fixed order of every tile class under every mask, and those of the features."""
     for (kind, tiles), mask in itertools.product(BACKWARD_TILES.items(), ("full", "causal", "window")):
-        yield from make_backward_specs("bf16", kind, mask, tiles, deterministic=True)
+        early_dq = needs_early_dq(kind, modified=False, deterministic=True)
+        yield from make_backward_specs("bf16", kind, mask, tiles, deterministic=True, early_dq=early_dq)
     features: tuple[tuple[tuple[int, int], str, dict[str, bool | str]], ...] = (
         ((64, 64), "causal", {"softcap": True}),
         ((128, 128), "full", {"softcap": True}),
@@ -81,7 +88,8 @@ def _features_of_gradients() -> Iterator[KernelSpec]:
         ((128, 128), "window", {"softcap": True, **_BIAS, **_DERIVATIVE, **_PREFIX}),
     )
     for kind, mask, options in features:
-        yield from make_backward_specs("bf16", kind, mask, BACKWARD_MODIFIED[kind], **options)
+        early_dq = needs_early_dq(kind, modified=True, deterministic=False)
+        yield from make_backward_specs("bf16", kind, mask, BACKWARD_MODIFIED[kind], early_dq=early_dq, **options)
 
 
 def _schedules() -> Iterator[ForwardSpec]:

@@ -9,7 +9,7 @@ import fa3
 from fa3 import mods
 from fa3.backends import hopper
 from fa3.options import Options
-from fa3.plan import shipped_specs
+from fa3.presets import shipped_specs
 from fa3.spec import ForwardSpec
 
 BATCH, HEADS, HEADS_KV = 1, 2, 1

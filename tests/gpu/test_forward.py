@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fa3
-from fa3 import plan
+from fa3 import presets
 from fa3.backends import hopper
 from oracle_gradients import assert_gradients_accurate
 
@@ -48,7 +48,7 @@ def test_query_heads_that_share_keys_are_accurate(batch, heads, causal, make, at
     assert_accurate(*attend(q, k, v, causal=causal), q, k, v, causal=causal)
 
 
-@pytest.mark.parametrize("spec", plan.shipped_specs("schedule"), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", presets.shipped_specs("schedule"), ids=lambda spec: spec.name)
 def test_every_schedule_switch_off_and_on_is_accurate(spec, make, attend, assert_accurate):
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[spec.dtype]
 

@@ -11,7 +11,7 @@ import fa3
 from fa3 import mods
 from fa3.backends import hopper
 from fa3.options import Options
-from fa3.plan import shipped_specs
+from fa3.presets import shipped_specs
 
 DTYPES = (torch.bfloat16, torch.float16)
 LENGTHS = ((1, 1), (3, 799), (113, 203), (239, 1), (300, 100), (517, 1030))
