@@ -16,7 +16,8 @@ from fa3.backends import hopper
 from fa3.cli import bench, measure, odd, peers, plots, roofline, sweep, timing
 from fa3.cli.main import main
 from fa3.errors import FA3Error
-from fa3.plan import computes, shipped_specs, why_not
+from fa3.plan import computes, why_not
+from fa3.presets import shipped_specs
 from fa3.tiles import CANDIDATES
 from problems import problem_of
 
