@@ -10,11 +10,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from fa3.kernels.parts import barriers, copies, layout, mask, rows, tiles
+from mask_bounds import KINDS
 
 WARPGROUP_THREADS = 128
-
-#: Kinds of masks that are an interval of keys.
-KINDS = ("full", "causal", "window")
 
 #: Depths of a pipeline.
 STAGES = (1, 2, 3, 4)

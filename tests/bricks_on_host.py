@@ -1,8 +1,8 @@
 """Runs kernel bricks on the CPU: wrappers of them, compiled for the host, that read and write plain tables in memory.
 
-What exists only on the GPU is replaced while compiling: float maximum and reciprocal by the DSL's portable ones, the
-exchange between lanes by that of a warp whose lanes all hold the same values, and waiting for other threads by
-nothing, since the wrappers run one thread after the other.
+What exists only on the GPU is replaced while compiling: float maximum, reciprocal and conversions by the DSL's
+portable ones, the exchange between lanes by that of a warp whose lanes all hold the same values, and waiting for other
+threads by nothing, since the wrappers run one thread after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from fa3.kernels.parts import barriers
+from fa3.kernels.parts import barriers, ptx
+
+
+def _pack_pair(low: cutlass.Float32, high: cutlass.Float32, dtype: type[cutlass.Numeric]) -> cutlass.Int32:
+    pair = cute.make_rmem_tensor(2, dtype)
+    pair[0], pair[1] = dtype(low), dtype(high)
+    return cute.recast_tensor(pair, cutlass.Int32)[0]
+
+
+def _unpack(pair: cutlass.Int32, half: int, dtype: type[cutlass.Numeric]) -> cutlass.Float32:
+    both = cute.make_rmem_tensor(1, cutlass.Int32)
+    both[0] = pair
+    return cutlass.Float32(cute.recast_tensor(both, dtype)[half])
 
 
 @functools.cache
@@ -28,6 +40,8 @@ def _compiled(entry: Callable[..., None], types: tuple[type, ...], constants: tu
         patch.setattr(cute.arch, "shuffle_sync_bfly", lambda value, offset: value)
         patch.setattr(cute.arch, "vote_any_sync", lambda predicate: predicate)
         patch.setattr(cute.arch, "fence_proxy", lambda *_, **__: None)
+        patch.setattr(ptx, "pack_pair", _pack_pair)
+        patch.setattr(ptx, "unpack", _unpack)
         patch.setattr(barriers, "sync_group", lambda group: None)
         return cute.compile(entry, *(t(0) for t in types), *constants, options="--gpu-arch sm_90a")
 
