@@ -144,7 +144,7 @@ class TestBench:
 
     def test_an_unknown_implementation_is_refused_with_the_known_ones(self, capsys):
         assert main(["bench", "--impls", "fa5"]) == 2
-        assert "fa3, official, fa4, cudnn, fa2, tiled" in capsys.readouterr().err
+        assert "fa3, fa3-det, official, fa4, cudnn, fa2, tiled" in capsys.readouterr().err
 
     @on_cpu
     def test_the_time_limit_stops_between_cells_and_says_so(self, tmp_path):

@@ -21,12 +21,12 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import fa3
-from fa3.cli import odd, peers, plots, sweep
+from fa3.cli import gradients, odd, peers, plots, sweep
 from fa3.cli.files import check_output, positive_integer
 from fa3.cli.measure import (
     DTYPES,
@@ -45,6 +45,9 @@ from fa3.cli.roofline import utilisation
 from fa3.cli.timing import Sensors
 from fa3.errors import FA3Error
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 #: What the default cells hold in all: tokens, and heads times head dim.
 TOKENS = 16384
 HIDDEN = 2048
@@ -53,7 +56,8 @@ HEAD_DIMS = (64, 128, 256)
 MASKS = ("full", "causal")
 
 #: What is given with ``--cells`` or for the grid, and means nothing for shapes that are fixed.
-OF_THE_GRID = ("cells", "head_dims", "masks", "seqlens", "tokens", "hidden", "steady", "quick", "png")
+SHAPE_OPTIONS = ("cells", "head_dims", "masks", "seqlens", "tokens", "hidden")
+OF_THE_GRID = (*SHAPE_OPTIONS, "steady", "quick", "png")
 STEADY = "16384"
 
 #: Rounds of bursts, and of steady runs, that go over all implementations of a cell.
@@ -98,6 +102,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     kind.add_argument("--odd", action="store_true", help="short, odd and windowed shapes, with the host's cost")
     kind.add_argument("--host", action="store_true", help="host time of a call, at a tiny shape")
+    kind.add_argument(
+        "--gqa", action="store_true", help="shapes whose query heads share K/V heads, in place of the grid"
+    )
+    parser.add_argument(
+        "--direction", choices=tuple(gradients.DIRECTIONS), default="fwd",
+        help="forward, gradients alone, or both in turn (default: fwd)",
+    )  # fmt: skip
     parser.add_argument("--cells", help="D-MASK-SEQLEN,... instead of the grid, e.g. 128-full-16384,64-causal-4096")
     parser.add_argument("--head-dims", help="head dims of the grid, with commas")
     parser.add_argument("--masks", help="masks of the grid (default: full,causal)")
@@ -180,15 +191,26 @@ def facts(
     }
 
 
-def print_table(result: Row) -> None:
-    """The rows as tables, one a regime: TFLOPS of each implementation, and fa3's ratio to each peer."""
-    from rich.box import SIMPLE_HEAD
+def print_result(result: Row, direction: str) -> None:
+    """The rows as tables, then the notes, and who was not measured."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     if not console.is_terminal:
         console.width = 160  # a log file has no edge to wrap at
+    for table in _tables(result) if direction == "fwd" else gradients.short_tables(result):
+        console.print(table)
+    for note in result["notes"]:
+        console.print(f"note: {note}", highlight=False)
+    for name, reason in result["missing"].items():
+        console.print(f"not measured: {name}: {reason}", highlight=False)
+
+
+def _tables(result: Row) -> Iterator[Table]:
+    """One a regime: TFLOPS of each implementation, and fa3's ratio to each peer."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
     rows: list[Row] = result["rows"]
     head = result["gpu"] or "CPU"
     for regime in ("host", "burst", "steady"):
@@ -213,11 +235,7 @@ def print_table(result: Row) -> None:
                 table.add_column(name, justify="left" if name in ("cell", "impl") else "right", no_wrap=True)
             for line in lines:
                 table.add_row(*(line[name] for name in told))
-        console.print(table)
-    for note in result["notes"]:
-        console.print(f"note: {note}", highlight=False)
-    for name, reason in result["missing"].items():
-        console.print(f"not measured: {name}: {reason}", highlight=False)
+        yield table
 
 
 def _cell_key(entry: Row) -> tuple[Any, ...]:
@@ -228,8 +246,9 @@ def _cells_of(entry: Row, ours_ms: float | None, sm_count: int | None) -> dict[s
     """Column -> text of one row; the ratio is the time of this row to that of fa3."""
     clock, watts = entry["clock_mhz"], entry["watts"]
     mask = "causal" if entry["causal"] else "full"
+    heads = "" if entry["h"] == entry["hk"] else f" {entry['h']}/{entry['hk']} heads"
     return {
-        "cell": f"{entry['dtype']} {entry['d']}-{mask}-{entry['s']}",
+        "cell": f"{entry['dtype']} {entry['d']}-{mask}-{entry['s']}{heads}",
         "batch": str(entry["b"]),
         "impl": str(entry.get("spec", entry["impl"])),
         "ms": f"{entry['ms']:.3f}",
@@ -257,13 +276,26 @@ def _choose_cells(args: argparse.Namespace, on_gpu: bool) -> list[Cell]:
     hidden = args.hidden or (HIDDEN if on_gpu else 512)
     if tokens < 1 or hidden < 1:
         raise ValueError(f"--tokens {tokens}, --hidden {hidden}: must be at least 1")
+    if args.gqa:
+        return [
+            Cell(
+                gradients.GQA_HEAD_DIM,
+                shape.causal,
+                shape.seqlen,
+                shape.batch,
+                shape.heads,
+                shape.heads // shape.heads_kv,
+            )
+            for shape in gradients.GQA_SHAPES
+        ]
     if args.cells:
         return parse_cells(args.cells, tokens, hidden)
     if args.ablation:
         # The paper's: batch 4, 16384 queries and keys, 16 heads.
         return parse_cells("128-full-16384", args.tokens or 4 * 16384, hidden)
     head_dims = parse_integers("--head-dims", args.head_dims) if args.head_dims else list(HEAD_DIMS)
-    default = SEQLENS if on_gpu else (512, 2048)
+    # Those that the goals are for.
+    default = (SEQLENS if args.direction == "fwd" else gradients.GOAL_SEQLENS) if on_gpu else (512, 2048)
     seqlens = parse_integers("--seqlens", args.seqlens) if args.seqlens else list(default)
     masks = list(MASKS) if args.masks is None else args.masks.split(",")
     for mask in masks:
@@ -292,12 +324,13 @@ def run(args: argparse.Namespace) -> int:
         check_output("--png", args.png)
     steady_seqlens = _steady_seqlens(STEADY if args.steady is None else args.steady, cells, on_gpu and not args.quick)
     names = ("fa3",) if args.sweep else tuple(args.impls.split(",")) if args.impls else None
-    impls, missing = peers.find(device, names)
+    impls, missing = peers.find(device, names, args.direction)
     sensors = Sensors(device)
     result = {"kind": _kind(args), **facts(device, sensors, impls, missing, args.commit)}
     if args.sweep or args.odd:
         return _run_shapes(args, result, device, sensors, impls, begin)
-    with torch.inference_mode():
+    # A graph cannot be made from tensors of inference mode.
+    with torch.inference_mode() if args.direction == "fwd" else torch.enable_grad():
         if args.host:
             result["rows"] = measure_host(impls, dtype, device, result["notes"])
             cells = []
@@ -311,7 +344,7 @@ def run(args: argparse.Namespace) -> int:
             tensors = inputs(cell, DTYPES[dtype], device)
             entrants = enter(entries, cell, tensors, device, result["notes"])
             warm_up(entrants, device, 0.1 if args.quick else WARM_UP_SECONDS if number == 0 else 0.2)
-            result["rows"] += measure_cell(
+            rows = measure_cell(
                 entrants,
                 cell,
                 dtype,
@@ -320,10 +353,13 @@ def run(args: argparse.Namespace) -> int:
                 burst_rounds=3 if args.quick else BURST_ROUNDS,
                 steady_rounds=STEADY_ROUNDS if cell.seqlen in steady_seqlens else 0,
             )
+            if args.direction != "fwd":
+                gradients.add_ratios(rows)
+            result["rows"] += rows
             del tensors, entrants
             _write(result, args.json)
     _write(result, args.json)
-    print_table(result)
+    print_result(result, args.direction)
     if args.json:
         print(f"wrote {args.json}")
     if args.png and result["rows"]:
@@ -341,6 +377,12 @@ def _check_kind(args: argparse.Namespace) -> None:
             # An option that was not given is None or, a flag, False.
             if name not in allowed and getattr(args, name) not in (None, False):
                 raise ValueError(f"--{name.replace('_', '-')}: --{kind} has no use for it")
+    if args.gqa:
+        for name in SHAPE_OPTIONS:
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')}: --gqa has no use for it")
+    if args.direction != "fwd" and kind in ("sweep", "odd", "ablation", "host"):
+        raise ValueError(f"--direction {args.direction}: --{kind} measures the forward alone")
     if kind == "ablation" and args.dtype not in (None, "fp16"):
         raise ValueError(f"--ablation --dtype {args.dtype}: the ablation is the paper's, in fp16")
     if kind == "sweep" and args.head_dims:
@@ -398,7 +440,10 @@ def _kind(args: argparse.Namespace) -> str:
     for kind in ("sweep", "odd"):
         if getattr(args, kind):
             return kind
-    return "host" if args.host else "ablation" if args.ablation else "speed"
+    if args.host or args.ablation:
+        return "host" if args.host else "ablation"
+    kind = "gqa" if args.gqa else "speed"
+    return kind if args.direction == "fwd" else f"{kind}-{args.direction}"
 
 
 def _steady_seqlens(text: str, cells: Sequence[Cell], wanted: bool) -> set[int]:

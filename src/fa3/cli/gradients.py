@@ -74,22 +74,22 @@ def differentiated(prepare: Prepare, direction: str, heads_first: bool) -> Prepa
     """
 
     def bind(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-        leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
-        attend = prepare(*leaves, causal)
+        q, k, v = leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+        attend = prepare(q, k, v, causal)
         generator = torch.Generator(q.device).manual_seed(1)
         shape = (*q.shape[:3], v.shape[3])
         dout = torch.randn(shape, generator=generator, device=q.device, dtype=q.dtype)
         if heads_first:
             dout = dout.transpose(1, 2)
         if direction == "fwd+bwd":
-            return lambda: torch.autograd.grad(_output(attend()), leaves, dout)
-        out = _output(attend())
+            return lambda: torch.autograd.grad(output_of(attend()), leaves, dout)
+        out = output_of(attend())
         return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
     return bind
 
 
-def _output(answer: object) -> Tensor:
+def output_of(answer: object) -> Tensor:
     """The output of a forward that may return the LSE beside it."""
     out = answer[0] if isinstance(answer, (tuple, list)) else answer
     assert isinstance(out, Tensor)
@@ -153,7 +153,7 @@ def verdict(entry: Row) -> str:
 
 
 def short_tables(result: Row) -> Iterator[Table]:
-    """A table for each regime, a line for each cell: everybody's TFLOPS, and fa3's ratios, clock, power, utilisation."""
+    """A table for each regime, a line for each cell: everybody's TFLOPS, and fa3's ratios, clock and power."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 import fa3
-from fa3.cli.peers import Call, Impl
+from fa3.cli import gradients
+from fa3.cli.peers import HEADS_FIRST, Call, Impl
 from fa3.cli.roofline import attention_flops
 from fa3.cli.timing import Sample, Sensors, burst, burst_calls, host_us, median, rounds, steady, synchronize
 from fa3.spec import ForwardSpec
@@ -37,13 +38,22 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cell:
-    """One problem that is timed: ``batch`` sequences of ``seqlen`` tokens, heads of ``head_dim`` columns."""
+    """One problem that is timed: ``batch`` sequences of ``seqlen`` tokens, heads of ``head_dim`` columns.
+
+    ``group_size`` query heads share a K/V head.
+    """
 
     head_dim: int
     causal: bool
     seqlen: int
     batch: int
     heads: int
+    group_size: int = 1
+
+    @property
+    def heads_kv(self) -> int:
+        """K/V heads."""
+        return self.heads // self.group_size
 
     @property
     def flops(self) -> float:
@@ -59,7 +69,8 @@ class Cell:
         )
 
     def __str__(self) -> str:
-        return f"{self.head_dim}-{'causal' if self.causal else 'full'}-{self.seqlen}"
+        heads = "" if self.group_size == 1 else f" with {self.heads}/{self.heads_kv} heads"
+        return f"{self.head_dim}-{'causal' if self.causal else 'full'}-{self.seqlen}{heads}"
 
 
 def make_cell(head_dim: int, causal: bool, seqlen: int, tokens: int, hidden: int) -> Cell:
@@ -69,13 +80,13 @@ def make_cell(head_dim: int, causal: bool, seqlen: int, tokens: int, hidden: int
 
 def inputs(cell: Cell, dtype: torch.dtype, device: torch.device) -> list[tuple[Tensor, ...]]:
     """Sets of random q, k, v, as many as it takes to be twice as large as the L2 cache, at most eight."""
-    shape = (cell.batch, cell.seqlen, cell.heads, cell.head_dim)
-    size = 3 * math.prod(shape) * dtype.itemsize
+    shapes = [(cell.batch, cell.seqlen, heads, cell.head_dim) for heads in (cell.heads, cell.heads_kv, cell.heads_kv)]
+    size = sum(map(math.prod, shapes)) * dtype.itemsize
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     generator = torch.Generator(device).manual_seed(0)
     sets = max(1, min(8, math.ceil(2 * l2_bytes / size)))
     return [
-        tuple(torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(3))
+        tuple(torch.randn(shape, generator=generator, device=device, dtype=dtype) for shape in shapes)
         for _ in range(sets)
     ]
 
@@ -104,9 +115,9 @@ def enter(
     device: torch.device,
     notes: list[str],
 ) -> list[Entrant]:
-    """Bind every implementation to the inputs, run it once, compare its output with the first one's, and time it."""
+    """Bind every implementation to the inputs, run it once, compare its answer with the first one's, and time it."""
     entrants: list[Entrant] = []
-    expected: Tensor | None = None
+    expected: Any = None
     for impl, spec in impls:
         label = f"{impl.name} {spec}" if spec else impl.name
         try:
@@ -120,24 +131,35 @@ def enter(
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
             notes.append(f"{cell}: {label} left out: {type(error).__name__}: {first_line}")
             continue
-        out = out[0] if isinstance(out, (tuple, list)) else out
-        assert isinstance(out, Tensor)
-        if impl.name in ("cudnn", "fa2"):
-            out = out.transpose(1, 2)
         if expected is None:
             expected = out
-        difference = (out.float() - expected.float()).abs().max().item()
-        if not difference <= AGREEMENT:
-            notes.append(f"{cell}: {label} differs from {entrants[0].impl.name if entrants else label}: {difference}")
+        problem = _disagreement(impl, out, expected, entrants[0].impl if entrants else impl)
+        if problem is not None:
+            notes.append(f"{cell}: {label} differs from {entrants[0].impl.name if entrants else label}: {problem}")
         entrants.append(Entrant(impl, calls, ms, spec))
     return entrants
+
+
+def _disagreement(impl: Impl, answer: Any, expected: Any, first: Impl) -> str | None:
+    """How what ``impl`` returned differs from what ``first`` did; ``None`` if it is near enough."""
+    if impl.direction != "fwd":
+        return gradients.disagreement(answer, expected)
+    out, right = _rows_first(impl, answer), _rows_first(first, expected)
+    difference = (out.float() - right.float()).abs().max().item()
+    return None if difference <= AGREEMENT else str(difference)
+
+
+def _rows_first(impl: Impl, answer: Any) -> Tensor:
+    """The output of a forward as (batch, seqlen, heads, dim)."""
+    out = gradients.output_of(answer)
+    return out.transpose(1, 2) if impl.name in HEADS_FIRST else out
 
 
 def row(entrant: Entrant, cell: Cell, dtype: str, sample: Sample, regime: str) -> Row:
     """One row of a result file."""
     fields: Row = {
         "impl": entrant.impl.name,
-        "direction": "fwd",
+        "direction": entrant.impl.direction,
         "dtype": dtype,
         "d": cell.head_dim,
         "dv": cell.head_dim,
@@ -145,9 +167,9 @@ def row(entrant: Entrant, cell: Cell, dtype: str, sample: Sample, regime: str) -
         "b": cell.batch,
         "s": cell.seqlen,
         "h": cell.heads,
-        "hk": cell.heads,
+        "hk": cell.heads_kv,
         "ms": round(sample.ms, 5),
-        "tflops": round(cell.flops / sample.ms / 1e9, 3),
+        "tflops": round(gradients.DIRECTIONS[entrant.impl.direction] * cell.flops / sample.ms / 1e9, 3),
         "clock_mhz": sample.clock_mhz,
         "watts": None if sample.watts is None else round(sample.watts, 1),
         "regime": regime,

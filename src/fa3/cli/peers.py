@@ -8,12 +8,13 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 import fa3
+from fa3.cli import gradients
 
 #: A call with its arguments bound: one forward, without LSE where the peer leaves a choice.
 Call = Callable[[], object]
@@ -21,7 +22,9 @@ Call = Callable[[], object]
 Prepare = Callable[[Tensor, Tensor, Tensor, bool], Call]
 
 #: Every name that a result file may hold, in the order of the tables.
-NAMES = ("fa3", "official", "fa4", "cudnn", "fa2", "tiled")
+NAMES = ("fa3", "fa3-det", "official", "fa4", "cudnn", "fa2", "tiled")
+#: Those whose output is (batch, heads, seqlen, dim).
+HEADS_FIRST = ("cudnn", "fa2")
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,14 @@ class Impl:
         version: of the package that holds it.
         prepare: binds the arguments; what it does is not timed.
         context: entered once around a run of calls, not timed either.
+        direction: what a call computes, one of ``gradients.DIRECTIONS``; unless it is ``fwd`` a call returns gradients.
     """
 
     name: str
     version: str
     prepare: Prepare
     context: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    direction: str = "fwd"
 
 
 def _version(distribution: str) -> str:
@@ -52,6 +57,10 @@ def _flash_attn_func(module: str) -> Prepare:
     """Prepare of a package whose ``flash_attn_func`` has the signature of FlashAttention."""
     function = importlib.import_module(module).flash_attn_func
     return lambda q, k, v, causal: lambda: function(q, k, v, causal=causal)
+
+
+def _deterministic(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+    return lambda: fa3.flash_attn_func(q, k, v, causal=causal, deterministic=True)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
@@ -83,14 +92,19 @@ def _importable(module: str) -> bool:
         return False
 
 
-def find(device: torch.device, names: tuple[str, ...] | None = None) -> tuple[list[Impl], dict[str, str]]:
+def find(
+    device: torch.device, names: tuple[str, ...] | None = None, direction: str = "fwd"
+) -> tuple[list[Impl], dict[str, str]]:
     """The implementations that can be imported here, and for each one left out the reason.
 
     Args:
         device: where the tensors live. On a CPU the only implementation is ``tiled``.
         names: keep these only, in this order.
+        direction: what their calls compute, one of ``gradients.DIRECTIONS``.
     """
-    wanted = NAMES if names is None else names
+    # Forward it is fa3 once more.
+    by_default = tuple(name for name in NAMES if name != "fa3-det" or direction != "fwd")
+    wanted = by_default if names is None else names
     for name in wanted:
         if name not in NAMES:
             raise ValueError(f"impl {name!r}: known are {', '.join(NAMES)}")
@@ -98,31 +112,41 @@ def find(device: torch.device, names: tuple[str, ...] | None = None) -> tuple[li
     missing: dict[str, str] = {}
     for name in wanted:
         try:
-            impl = _find_one(name, device, named=names is not None)
+            impl = _find_one(name, device, names is not None, direction)
         except Exception as error:  # a package may break at its import in any way
             missing[name] = f"import failed: {type(error).__name__}: {error}"
             continue
         if isinstance(impl, str):
             missing[name] = impl
-        else:
+        elif direction == "fwd":
             found.append(impl)
+        else:
+            prepare = gradients.differentiated(impl.prepare, direction, name in HEADS_FIRST)
+            found.append(replace(impl, prepare=prepare, direction=direction))
     return found, missing
 
 
-def _find_one(name: str, device: torch.device, named: bool) -> Impl | str:
+def _find_one(name: str, device: torch.device, named: bool, direction: str) -> Impl | str:
     """The implementation, or the reason why there is none. Raises whatever a broken package raises at its import."""
     on_gpu = device.type == "cuda"
     if name == "tiled":
         if on_gpu and not named:  # exact and slow: it would take most of the run
             return "measured on a GPU only when it is named"
-        return Impl("tiled", fa3.__version__, _tiled)
+        if direction == "fwd":
+            return Impl("tiled", fa3.__version__, _tiled)
+        # Autograd is in front of the backends: this one is asked for from there.
+        return Impl("tiled", fa3.__version__, _flash_attn_func("fa3"), lambda: gradients.forced_backend("tiled"))
     if not on_gpu:
         return "needs a GPU"
+    if name == "fa3-det":
+        return "forward the same as fa3" if direction == "fwd" else Impl(name, fa3.__version__, _deterministic)
     if name == "fa3":
         return Impl("fa3", fa3.__version__, _flash_attn_func("fa3"))
     if name == "official":
         for module, distribution in (("fa3_fwd_interface", "fa3-fwd"), ("flash_attn_interface", "flash-attn-3")):
             if _importable(module):
+                if direction != "fwd" and distribution == "fa3-fwd":
+                    return "fa3-fwd has the forward alone"
                 return Impl("official", f"{distribution} {_version(distribution)}", _flash_attn_func(module))
         return "neither fa3_fwd_interface nor flash_attn_interface is installed"
     if name == "fa4":

@@ -19,14 +19,20 @@ Row = dict[str, Any]
 #: One colour an implementation, in every picture; fa3 stands out, the peers keep back.
 COLOURS = {
     "fa3": "#d1495b",
+    "fa3-det": "#e8a4ad",
     "official": "#30638e",
     "fa4": "#4f9d9d",
     "cudnn": "#7fb069",
     "fa2": "#b7b7b7",
     "tiled": "#d1495b",
+    # Those of a training run.
+    "math": "#30638e",
+    "best": "#7fb069",
+    "best-split": "#c5dbb9",
 }
 LABELS = {
     "fa3": "fa3",
+    "fa3-det": "fa3, deterministic",
     "official": "official FlashAttention-3",
     "fa4": "flash-attn-4",
     "cudnn": "cuDNN (SDPA)",
@@ -66,10 +72,12 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def figure_of(result: Row, regime: str | None = None) -> Figure:
-    """The picture that fits a result file: speed by sequence length, the schedule's steps, or host time."""
+    """The picture that fits a result file: speed by sequence length, the schedule, host time, or a training run."""
     rows = result["rows"]
     if not rows:
         raise ValueError("the result file has no rows to draw")
+    if result["kind"] == "training":
+        return _training(rows, _subtitle(result))
     if result["kind"] == "host":
         return _bars(
             [LABELS[row["impl"]] for row in rows],
@@ -89,7 +97,8 @@ def figure_of(result: Row, regime: str | None = None) -> Figure:
             f"TFLOPS, {regime}",
             _subtitle(result),
         )
-    return _speed(rows, f"{_subtitle(result)}, {regime}")
+    direction = {"fwd": "", "bwd": "backward, ", "fwd+bwd": "forward and backward, "}[rows[0]["direction"]]
+    return _speed(rows, f"{_subtitle(result)}, {direction}{regime}")
 
 
 def _schedule(name: str) -> str:
@@ -109,15 +118,17 @@ def _subtitle(result: Row) -> str:
 
 
 def _speed(rows: Sequence[Row], title: str) -> Figure:
-    """One panel for each head dim and mask, one group of bars for each sequence length."""
-    head_dims = sorted({row["d"] for row in rows})
+    """One panel for each head dim, share of K/V heads and mask, one group of bars for each sequence length."""
+    columns = sorted({(row["d"], row["h"] // row["hk"]) for row in rows})
     masks = sorted({row["causal"] for row in rows})
     impls = [name for name in COLOURS if any(row["impl"] == name for row in rows)]
-    figure = _new_figure(4.6 * len(head_dims), 3.0 * len(masks) + 0.8)
-    panels = figure.subplots(len(masks), len(head_dims), squeeze=False, sharey=True)
+    figure = _new_figure(4.6 * len(columns), 3.0 * len(masks) + 0.8)
+    panels = figure.subplots(len(masks), len(columns), squeeze=False, sharey=True)
     for panel_row, causal in zip(panels, masks, strict=True):
-        for axes, head_dim in zip(panel_row, head_dims, strict=True):
-            cells = [row for row in rows if row["d"] == head_dim and row["causal"] == causal]
+        for axes, (head_dim, group) in zip(panel_row, columns, strict=True):
+            cells = [
+                row for row in rows if (row["d"], row["h"] // row["hk"], row["causal"]) == (head_dim, group, causal)
+            ]
             seqlens = sorted({row["s"] for row in cells})
             for index, impl in enumerate(impls):
                 found = [row for row in cells if row["impl"] == impl]
@@ -130,7 +141,8 @@ def _speed(rows: Sequence[Row], title: str) -> Figure:
                     label=LABELS[impl],
                 )
             dtypes = "/".join(sorted({row["dtype"] for row in cells}))
-            axes.set_title(f"head dim {head_dim}, {'causal' if causal else 'full'}, {dtypes}", fontsize=10)
+            heads = "".join(sorted({f", {row['h']}/{row['hk']} heads" for row in cells if group > 1}))
+            axes.set_title(f"head dim {head_dim}{heads}, {'causal' if causal else 'full'}, {dtypes}", fontsize=10)
             axes.set_xticks(range(len(seqlens)), [_short(seqlen) for seqlen in seqlens])
             _plain(axes)
         panel_row[0].set_ylabel("TFLOPS")
@@ -155,6 +167,38 @@ def _bars(labels: Sequence[str], values: Sequence[float], colours: Sequence[str]
     _plain(axes)
     figure.suptitle(title, fontsize=10)
     return figure
+
+
+def _training(rows: Sequence[Row], title: str) -> Figure:
+    """Two panels: the losses, one over the other, and the time of a step."""
+    figure = _new_figure(10.5, 4.0)
+    left, right = figure.subplots(1, 2, width_ratios=(1.6, 1.0))
+    for index, row in enumerate(rows):
+        # Curves that agree hide each other, so the first ones are wide.
+        width = 1.0 + 1.2 * (len(rows) - 1 - index)
+        left.plot(row["loss"], color=COLOURS[row["impl"]], label=_attention(row), linewidth=width, alpha=0.8)
+    left.set_xlabel("step")
+    left.set_ylabel("loss")
+    left.legend(frameon=False)
+    places = range(len(rows))
+    bars = right.barh(
+        places, [row["step_ms"] for row in rows], color=[COLOURS[row["impl"]] for row in rows], height=0.7
+    )
+    right.bar_label(bars, fmt="%.1f", padding=3, fontsize=9)
+    right.set_yticks(places, [_attention(row) for row in rows], fontsize=9)
+    right.invert_yaxis()
+    right.set_xlabel("milliseconds of a step, median")
+    right.margins(x=0.15)
+    for axes in (left, right):
+        _plain(axes)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _attention(row: Row) -> str:
+    """What a run of the training script computed attention by."""
+    words = {"fa3": "fa3", "math": "SDPA math", "best": f"SDPA {row['attention']}"}
+    return words.get(row["impl"], f"SDPA {row['attention']}, batch split")
 
 
 def _short(seqlen: int) -> str:
