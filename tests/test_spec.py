@@ -301,6 +301,7 @@ AROUND = (PREPARE, FINISH)
         (BACKWARD, "tile_n", [0, 32, 96, 256]),
         (BACKWARD, "stages", [0, -1, 5]),
         (BACKWARD, "stages_dout", [0, -1, 5]),
+        (BACKWARD, "dq_leaves", ["", "never"]),
     ],
     ids=lambda value: type(value).__name__ if hasattr(value, "as_dict") else None,
 )
@@ -346,8 +347,8 @@ def test_fields_of_a_backward_that_do_not_go_together_are_refused(changes, messa
                 "tile_n": 64,
                 "stages": 3,
                 "stages_dout": 1,
+                "dq_leaves": "early",
                 "deterministic": True,
-                "early_dq": True,
                 "softcap": True,
                 "score_mod": "other:score",
                 "derivative": "other:derivative",
@@ -368,9 +369,9 @@ def test_the_name_of_a_gradients_spec_tells_it_apart_by_every_field(spec, others
 
 
 def test_the_names_of_plain_gradients_specs_say_their_dims_mask_and_tiles():
-    assert BACKWARD.name == "backward_bf16_d128_causal_64x128x2x2"
+    assert BACKWARD.name == "backward_bf16_d128_causal_64x128x2x2_late"
     assert replace(BACKWARD, head_dim=192, deterministic=True).name == (
-        "backward_bf16_d192v128_causal_64x128x2x2_deterministic"
+        "backward_bf16_d192v128_causal_64x128x2x2_late_deterministic"
     )
     assert PREPARE.name == "prepare_bf16_d128v128_64"
     assert FINISH.name == "finish_bf16_d128_64"

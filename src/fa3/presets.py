@@ -8,16 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
-from fa3.backward_plan import (
-    BACKWARD_MODIFIED,
-    BACKWARD_TILES,
-    backward_specs,
-    make_backward_specs,
-    needs_early_dq,
-)
-from fa3.plan import forward_specs, make_spec
-from fa3.spec import ForwardSpec, KernelSpec
+from fa3.backward_plan import backward_specs, plan_backward
+from fa3.plan import H200, forward_specs, make_spec
+from fa3.problem import Problem
+from fa3.spec import BACKWARD_CLASSES, ForwardSpec, KernelSpec
 from fa3.tiles import CANDIDATES, MODIFIED, QV, TILES, TileChoice
 
 PRESETS = ("smoke", "forward", "backward", "training", "features", "schedule", "all", "tests", "sweep")
@@ -46,8 +42,6 @@ _ALIBI = {"score_mod": "fa3.kernels.mods:alibi", "score_aux": "f1"}
 _BIAS = {"score_mod": "fa3.kernels.mods:relative_bias", "score_aux": "f2"}
 _PREFIX = {"mask_mod": "fa3.kernels.mods:prefix_lm", "mask_aux": "i1"}
 _DOCUMENT = {"mask_mod": "fa3.kernels.mods:document_causal", "mask_aux": "i2"}
-#: Of what only adds to scores.
-_DERIVATIVE = {"derivative": "fa3.kernels.mods:additive"}
 
 
 def _features() -> Iterator[ForwardSpec]:
@@ -75,21 +69,34 @@ def _more_features() -> Iterator[ForwardSpec]:
 
 def _features_of_gradients() -> Iterator[KernelSpec]:
     """Gradients in a fixed order of every tile class under every mask, and those of the features."""
-    for (kind, tiles), mask in itertools.product(BACKWARD_TILES.items(), ("full", "causal", "window")):
-        early_dq = needs_early_dq(kind, modified=False, deterministic=True)
-        yield from make_backward_specs("bf16", kind, mask, tiles, deterministic=True, early_dq=early_dq)
-    features: tuple[tuple[tuple[int, int], str, dict[str, bool | str]], ...] = (
-        ((64, 64), "causal", {"softcap": True}),
-        ((128, 128), "full", {"softcap": True}),
-        ((256, 256), "full", {"softcap": True}),
-        ((64, 64), "causal", {**_ALIBI, **_DERIVATIVE}),
-        ((128, 128), "causal", {**_ALIBI, **_DERIVATIVE}),
-        ((128, 128), "full", {**_BIAS, **_DERIVATIVE, **_PREFIX}),
-        ((128, 128), "window", {"softcap": True, **_BIAS, **_DERIVATIVE, **_PREFIX}),
-    )
-    for kind, mask, options in features:
-        early_dq = needs_early_dq(kind, modified=True, deterministic=False)
-        yield from make_backward_specs("bf16", kind, mask, BACKWARD_MODIFIED[kind], early_dq=early_dq, **options)
+    causal: dict[str, Any] = {"causal": True}
+    window: dict[str, Any] = {"window_left": 100}
+    softcap: dict[str, Any] = {"softcap": 20.0}
+    alibi: dict[str, Any] = {"score_mod": _ALIBI["score_mod"], "score_aux": ("f1",)}
+    bias: dict[str, Any] = {"score_mod": _BIAS["score_mod"], "score_aux": ("f2",)}
+    prefix: dict[str, Any] = {"mask_mod": _PREFIX["mask_mod"], "mask_aux": ("i1",)}
+    for kind in BACKWARD_CLASSES:
+        for mask in ({}, causal, window):
+            yield from _gradients(kind, mask, deterministic=True)
+    for kind, options in (
+        ((64, 64), causal | softcap),
+        ((128, 128), softcap),
+        ((256, 256), softcap),
+        ((64, 64), causal | alibi),
+        ((128, 128), causal | alibi),
+        ((128, 128), bias | prefix),
+        ((128, 128), window | softcap | bias | prefix),
+    ):
+        yield from _gradients(kind, options)
+
+
+def _gradients(kind: tuple[int, int], options: dict[str, Any], deterministic: bool = False) -> tuple[KernelSpec, ...]:
+    """The kernels for the gradients of a bf16 call; ``options`` are fields of `Problem`."""
+    sizes: dict[str, Any] = {"batch": 1, "seqlen_q": 1024, "seqlen_k": 1024, "heads_q": 1, "heads_kv": 1}
+    problem = Problem(**sizes, head_dim=kind[0], head_dim_v=kind[1], dtype="bf16", softmax_scale=1.0, **options)
+    # The ready-made modifications only add to scores.
+    planned = plan_backward(problem, H200, "fa3.kernels.mods:additive", deterministic)
+    return planned.prepare, planned.main, planned.finish
 
 
 def _schedules() -> Iterator[ForwardSpec]:
