@@ -1,16 +1,19 @@
-"""README table and pictures from the result files in benchmarks/results; nothing here is typed by hand.
+"""Tables and pictures of README and docs/backward.md from the files in benchmarks/results; nothing is typed by hand.
 
-    python scripts/make_figures.py           write docs/images/*.png and the block between the README's markers
-    python scripts/make_figures.py --check   write nothing; exit code 1 if the README's block is not up to date
+    python scripts/make_figures.py           write docs/images/*.png and the blocks between the pages' markers
+    python scripts/make_figures.py --check   write nothing; exit code 1 if a block is not up to date
 
-Of several result files of one kind the one with the latest date counts.
+Of several result files of one kind the one with the latest date counts. What has no file yet is left out, and the
+script says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,73 +21,107 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 README = ROOT / "README.md"
+BACKWARD = ROOT / "docs" / "backward.md"
 
-BEGIN = "<!-- speed: written by scripts/make_figures.py -->"
-END = "<!-- end of speed -->"
+#: Kind -> (file, result).
+Results = dict[str, tuple[Path, dict[str, Any]]]
 
 #: Kind of a result file -> the picture made of it, and its alternative text.
 PICTURES = {
     "speed": ("speed.png", "Forward speed of fa3 and of its peers by sequence length"),
     "ablation": ("ablation.png", "The switches of the schedule, off and on"),
     "host": ("host.png", "Host time of one call"),
+    "speed-bwd": ("backward.png", "Backward speed of fa3 and of its peers by sequence length"),
+    "training": ("training.png", "Losses and step times of a small GPT with fa3 and with other attention"),
 }
-#: Kinds of result files that the README shows.
-KINDS = (*PICTURES, "odd")
-#: Columns of the README's table, in this order.
-IMPLS = ("fa3", "official", "fa4", "cudnn", "fa2")
+#: Kinds of result files that are shown.
+KINDS = (*PICTURES, "odd", "gqa-bwd", "speed-fwd+bwd")
+#: Columns of the tables, in this order.
+IMPLS = ("fa3", "fa3-det", "official", "fa4", "cudnn", "fa2")
 TABLE_SEQLENS = (1024, 4096, 16384)
 #: Short and odd shapes that the README shows, the first of the file; the file has them all.
 TABLE_SHAPES = 8
 
 
-def latest(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
+def latest(folder: Path) -> Results:
     """Kind -> (file, result) of the latest measurement on a GPU of each kind."""
-    found: dict[str, tuple[Path, dict[str, Any]]] = {}
+    found: Results = {}
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text())
         kind = result.get("kind")
         if kind not in KINDS or not result["rows"] or result["gpu"] is None:
             continue
-        # The speed that is shown is that of bf16.
-        if kind == "speed" and any(row["dtype"] != "bf16" for row in result["rows"]):
+        # The speed that is shown is that of bf16; a training run has no rows of one dtype.
+        if kind.startswith(("speed", "gqa")) and any(row["dtype"] != "bf16" for row in result["rows"]):
             continue
         if kind not in found or result["date"] > found[kind][1]["date"]:
             found[kind] = (path, result)
     return found
 
 
-def speed_table(result: dict[str, Any]) -> list[str]:
-    """Markdown table of burst TFLOPS; the fastest of a line is bold."""
-    rows = [row for row in result["rows"] if row["regime"] == "burst" and row["direction"] == "fwd"]
+def speed_table(result: dict[str, Any], heads_shown: bool = False) -> list[str]:
+    """Markdown table of burst TFLOPS; the fastest of a line is bold. Of gradients, also fa3's ratio to cuDNN."""
+    rows = [row for row in result["rows"] if row["regime"] == "burst"]
+    ratios = any("to_cudnn" in row for row in rows)
     impls = [impl for impl in IMPLS if any(row["impl"] == impl for row in rows)]
+    heads_column, ratio_column = "heads/K/V heads | " if heads_shown else "", " fa3 / cudnn |" if ratios else ""
     lines = [
-        "| head dim | mask | sequence | " + " | ".join(impls) + " |",
-        "| --- | --- | --- |" + " --- |" * len(impls),
+        f"| head dim | {heads_column}mask | sequence | " + " | ".join(impls) + " |" + ratio_column,
+        "| --- | --- | --- |" + " --- |" * (len(impls) + heads_shown + ratios),
     ]
-    cells = sorted({(row["d"], row["causal"], row["s"]) for row in rows})
-    seqlens = {s for _, _, s in cells}
-    shown = [s for s in TABLE_SEQLENS if s in seqlens] or sorted(seqlens)
-    for d, causal, s in cells:
+    # The heads of a grid's cells follow from their head dim.
+    cells = sorted({(row["d"], row["h"] // row["hk"], row["causal"], row["s"]) for row in rows})
+    seqlens = {s for _, _, _, s in cells}
+    shown = sorted(seqlens) if heads_shown else [s for s in TABLE_SEQLENS if s in seqlens] or sorted(seqlens)
+    for d, group, causal, s in cells:
         if s not in shown:
             continue
-        speed = {row["impl"]: row["tflops"] for row in rows if (row["d"], row["causal"], row["s"]) == (d, causal, s)}
+        of_cell = [
+            row for row in rows if (row["d"], row["h"] // row["hk"], row["causal"], row["s"]) == (d, group, causal, s)
+        ]
+        speed = {row["impl"]: row["tflops"] for row in of_cell}
         best = max(speed.values())
         texts = [
             "" if impl not in speed else f"**{speed[impl]:.0f}**" if speed[impl] == best else f"{speed[impl]:.0f}"
             for impl in impls
         ]
-        lines.append(f"| {d} | {'causal' if causal else 'full'} | {s} | " + " | ".join(texts) + " |")
+        ratio = next((row.get("to_cudnn") for row in of_cell if row["impl"] == "fa3"), None)
+        heads = f"{of_cell[0]['h']}/{of_cell[0]['hk']} | " if heads_shown else ""
+        last = "" if not ratios else "  |" if ratio is None else f" {ratio:.2f} |"
+        lines.append(f"| {d} | {heads}{'causal' if causal else 'full'} | {s} | " + " | ".join(texts) + " |" + last)
     return lines
 
 
-def origin(path: Path, result: dict[str, Any]) -> str:
-    """One line that says where a picture or a table comes from."""
+def training_table(result: dict[str, Any]) -> list[str]:
+    """Markdown table of the runs of a small GPT: loss, time of a step, tokens a second, memory."""
+    lines = ["| attention | last loss | ms a step | tokens/s | memory at its peak, GB |", "| --- |" + " --- |" * 4]
+    window = result["config"]["window"]
+    for row in result["rows"]:
+        name = row["impl"] if row["impl"] == row["attention"] else f"{row['impl']} ({row['attention']})"
+        loss = statistics.fmean(row["loss"][-window:])
+        memory = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f}"
+        lines.append(f"| {name} | {loss:.4f} | {row['step_ms']:.1f} | {row['tokens_per_second']} | {memory} |")
+    return lines
+
+
+def agreement(result: dict[str, Any]) -> str:
+    """A sentence on how near the losses of all runs are."""
+    apart = result["agreement"]
+    return (
+        f"Largest difference of losses, averaged over {apart['window']} steps: fa3 from math {apart['fa3-math']:.4f}, "
+        f"PyTorch's fastest from math {apart['best-math']:.4f}, that one from itself with the batch split "
+        f"{apart['split-best']:.4f}."
+    )
+
+
+def origin(path: Path, result: dict[str, Any], root: str = "") -> str:
+    """One line that says where a picture or a table comes from; ``root`` leads from the page to the root."""
     versions = ", ".join(f"{impl}: {version}" for impl, version in result["impls"].items())
     return (
         f"{result['gpu']}, driver {result['driver']}, CUDA {result['cuda']}, torch {result['torch']}, "
         f"CuTe DSL {result['cutlass']}, {result['date'][:10]}, commit `{result['commit'][:12]}`; "
-        f"`{result['command']}`; {versions}. "
-        f"[{path.name}](benchmarks/results/{path.name})"
+        f"`{result['command']}`{'; ' if versions else ''}{versions}. "
+        f"[{path.name}]({root}benchmarks/results/{path.name})"
     )
 
 
@@ -122,11 +159,9 @@ def odd_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def block(results: dict[str, tuple[Path, dict[str, Any]]]) -> str:
-    """What stands between the markers of the README."""
-    lines = [BEGIN, ""]
-    if not results:
-        lines += ["Not measured yet: no result file of a GPU is in benchmarks/results.", ""]
+def block(results: Results) -> str:
+    """The README's block on speed."""
+    lines: list[str] = []
     if "speed" in results:
         path, result = results["speed"]
         lines += [f"![{PICTURES['speed'][1]}](docs/images/speed.png)", ""]
@@ -143,41 +178,125 @@ def block(results: dict[str, tuple[Path, dict[str, Any]]]) -> str:
         path, result = results["host"]
         lines += ["Host time of one call in microseconds, GPU not waited for:", "", *host_table(result), ""]
         lines += [origin(path, result), ""]
-    return "\n".join([*lines, END])
+    return _block("speed", lines)
 
 
-def updated(readme: str, new_block: str) -> str:
-    """The README with its block replaced. Raises ``ValueError`` if the markers are not there once each."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"{README.name} must hold each of the markers {BEGIN!r} and {END!r} once")
-    before, rest = readme.split(BEGIN)
-    return before + new_block + rest.split(END)[1]
+def markers(name: str) -> tuple[str, str]:
+    """What stands before and behind a block."""
+    return f"<!-- {name}: written by scripts/make_figures.py -->", f"<!-- end of {name} -->"
+
+
+def readme_training(results: Results) -> str:
+    """The README's block on gradients and training."""
+    return _block("training", _backward_lines(results, "docs/images") + _training_lines(results, "docs/images"))
+
+
+def backward_page(results: Results) -> str:
+    """The block of docs/backward.md."""
+    lines = _backward_lines(results, "images", "../")
+    if "gqa-bwd" in results:
+        path, result = results["gqa-bwd"]
+        lines += ["Query heads that share K/V heads, backward, TFLOPS in short bursts:", ""]
+        lines += [*speed_table(result, heads_shown=True), "", origin(path, result, "../"), ""]
+    if "speed-fwd+bwd" in results:
+        path, result = results["speed-fwd+bwd"]
+        lines += ["Forward and backward in turn, TFLOPS in short bursts:", ""]
+        lines += [*speed_table(result), "", origin(path, result, "../"), ""]
+    return _block("backward", lines)
+
+
+def _block(name: str, lines: list[str]) -> str:
+    begin, end = markers(name)
+    lines = lines or ["Not measured yet: no result file of a GPU is in benchmarks/results.", ""]
+    return "\n".join([begin, "", *lines, end])
+
+
+def _backward_lines(results: Results, images: str, root: str = "") -> list[str]:
+    if "speed-bwd" not in results:
+        return []
+    path, result = results["speed-bwd"]
+    return [
+        f"![{PICTURES['speed-bwd'][1]}]({images}/backward.png)",
+        "",
+        "Backward alone, TFLOPS in short bursts, 16k tokens in all, 2.5 times the FLOPs of the forward:",
+        "",
+        *speed_table(result),
+        "",
+        origin(path, result, root),
+        "",
+    ]
+
+
+def _training_lines(results: Results, images: str, root: str = "") -> list[str]:
+    if "training" not in results:
+        return []
+    path, result = results["training"]
+    config = result["config"]
+    return [
+        f"![{PICTURES['training'][1]}]({images}/training.png)",
+        "",
+        f"A GPT of {config['layers']} layers and {config['heads']} heads of {config['head_dim']}, batch "
+        f"{config['batch']}, {config['seqlen']} tokens each, {config['steps']} steps; same seed, weights and data:",
+        "",
+        *training_table(result),
+        "",
+        *([agreement(result), ""] if "agreement" in result else []),
+        origin(path, result, root),
+        "",
+    ]
+
+
+#: Page -> (name of its block, what writes it).
+BLOCKS: tuple[tuple[Path, str, Callable[[Results], str]], ...] = (
+    (README, "speed", block),
+    (README, "training", readme_training),
+    (BACKWARD, "backward", backward_page),
+)
+
+
+def updated(page: str, new_block: str, name: str = "speed") -> str:
+    """The page with its block replaced. Raises ``ValueError`` if the markers are not there once each."""
+    begin, end = markers(name)
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise ValueError(f"the page must hold each of the markers {begin!r} and {end!r} once")
+    before, rest = page.split(begin)
+    return before + new_block + rest.split(end)[1]
+
+
+def draw(results: Results, images: Path) -> None:
+    """Write the pictures of all kinds that have a result file, and say which have none."""
+    from fa3.cli import plots
+
+    for kind, (name, _) in PICTURES.items():
+        if kind not in results:
+            print(f"{name} skipped: no result file of kind {kind}")
+            continue
+        path, result = results[kind]
+        plots.save(plots.figure_of(result), images / name)
+        print(f"docs/images/{name} from {path.name}")
 
 
 def main() -> int:
-    """Write, or check, README and pictures."""
+    """Write, or check, pages and pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     results = latest(RESULTS)
-    readme = README.read_text()
-    wanted = updated(readme, block(results))
+    pages = {path: path.read_text() for path, _, _ in BLOCKS}
+    wanted = dict(pages)
+    for path, name, write in BLOCKS:
+        wanted[path] = updated(wanted[path], write(results), name)
     if args.check:
         missing = [
             PICTURES[kind][0] for kind in results if kind in PICTURES and not (IMAGES / PICTURES[kind][0]).exists()
         ]
-        if readme != wanted or missing:
-            print(f"README.md or {missing} not up to date: run `make figures`", file=sys.stderr)
-            return 1
-        return 0
-    from fa3.cli import plots
-
-    for kind, (path, result) in results.items():
-        if kind not in PICTURES:
-            continue
-        plots.save(plots.figure_of(result), IMAGES / PICTURES[kind][0])
-        print(f"docs/images/{PICTURES[kind][0]} from {path.name}")
-    README.write_text(wanted)
+        stale = [path.name for path in pages if pages[path] != wanted[path]] + missing
+        if stale:
+            print(f"{', '.join(stale)} not up to date: run `make figures`", file=sys.stderr)
+        return 1 if stale else 0
+    draw(results, IMAGES)
+    for path, text in wanted.items():
+        path.write_text(text)
     return 0
 
 
