@@ -1,0 +1,491 @@
+"""What the hopper backend hands to the kernels of gradients, with a recorder in their place: no GPU is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import math
+
+import pytest
+import torch
+
+from backward_recorder import ARGUMENTS, backward, install, results_of
+from fa3 import mods
+from fa3.backends import hopper, hopper_backward
+from fa3.plan import H200
+from fa3.spec import BackwardSpec, FinishSpec, PrepareSpec
+from recorder import block_mask, memory, tensors
+
+KINDS = [PrepareSpec, BackwardSpec, FinishSpec]
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    return install(monkeypatch)
+
+
+@pytest.fixture
+def fixed_order():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def contiguous(tensor):
+    """(batch, row, head) strides, as kernels take them."""
+    return tensor.stride()[:3]
+
+
+def write(address, values):
+    """What a kernel would have written."""
+    ctypes.memmove(address, values.data_ptr(), values.nbytes)
+
+
+def fill(address, count, value):
+    """The same value everywhere, in bf16."""
+    write(address, torch.full((count,), value, dtype=torch.bfloat16))
+
+
+def test_the_recorder_takes_the_arguments_of_the_kernels():
+    pytest.importorskip("cutlass")
+    from fa3.kernels.backward import BackwardKernel
+    from fa3.kernels.backward_finish import FinishKernel
+    from fa3.kernels.backward_prepare import PrepareKernel
+
+    for spec, kernel in zip(KINDS, (PrepareKernel, BackwardKernel, FinishKernel), strict=True):
+        assert tuple(inspect.signature(kernel.__call__).parameters)[1:] == ARGUMENTS[spec]
+
+
+def test_the_kernels_run_one_after_the_other_on_one_stream(kernels):
+    backward(*tensors())
+    assert [type(call["spec"]) for call in kernels.calls] == KINDS
+    assert len({id(call["stream"]) for call in kernels.calls}) == 1
+
+
+def test_the_kernels_get_sizes_strides_and_addresses_of_what_they_read_and_write(kernels):
+    q, k, v = tensors()
+    given = dout, out, lse = results_of(q, v)
+    dlse = torch.randn_like(lse)
+    dq, dk, dv, dsink, dqv = backward(q, k, v, dlse=dlse, given=given)
+    assert dsink is dqv is None
+    prepare, main, finish = (kernels.one(kind) for kind in KINDS)
+    for name, tensor in (("out", out), ("dout", dout), ("lse", lse), ("dlse", dlse)):
+        assert prepare[name] == tensor.data_ptr(), name
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("dout", dout), ("dk", dk), ("dv", dv)):
+        assert main[name] == tensor.data_ptr(), name
+        assert main[f"{name}_strides"] == contiguous(tensor), name
+    assert (prepare["out_strides"], prepare["dout_strides"]) == (contiguous(out), contiguous(dout))
+    assert (finish["dq"], finish["dq_strides"]) == (dq.data_ptr(), contiguous(dq))
+    assert [main[name] for name in ARGUMENTS[BackwardSpec][12:19]] == [2, 100, 130, 4, 2, 128, 128]
+    assert [prepare[name] for name in ("batch", "seqlen_q", "heads", "head_dim_v")] == [2, 100, 4, 128]
+    assert [finish[name] for name in ("batch", "seqlen_q", "heads", "head_dim")] == [2, 100, 4, 128]
+    for call in (main, finish):
+        assert call["softmax_scale"] == pytest.approx(1 / math.sqrt(128))
+    assert main["extra_numbers"] is None
+    for gradient, tensor in ((dq, q), (dk, k), (dv, v)):
+        assert gradient.shape == tensor.shape
+        assert gradient.dtype == tensor.dtype
+
+
+def test_what_one_kernel_writes_the_next_one_reads(kernels):
+    backward(*tensors())
+    prepare, main, finish = (kernels.one(kind) for kind in KINDS)
+    assert main["lse"] == prepare["lse_log2"]
+    assert main["delta"] == prepare["delta"]
+    assert main["dq"] == prepare["dq"] == finish["sums"]
+    assert prepare["lse_log2"] != prepare["lse"], "what autograd saved is not written to"
+
+
+def test_the_statistics_have_room_for_whole_tiles_of_rows_and_so_have_the_sums(kernels):
+    q, k, v = tensors(batch=3, seqlen_q=65, heads_q=6)
+    sizes = {}
+
+    def look(call):
+        if type(call["spec"]) is PrepareSpec:
+            sizes["statistics"] = call["delta"] - call["lse_log2"]
+            spec = call["spec"]
+            rows = math.ceil(65 / spec.tile_m) * spec.tile_m
+            # All of it may be written; a fault would be one of the memory behind.
+            for address, count in ((call["delta"], 3 * 6 * rows), (call["dq"], 3 * 6 * rows * spec.head_dim)):
+                memory(address, count, torch.float32)
+            sizes["rows"] = rows
+
+    kernels.look = look
+    backward(q, k, v)
+    assert sizes["statistics"] == 4 * 3 * 6 * sizes["rows"]
+
+
+def test_without_a_gradient_of_the_lse_there_is_no_address_for_it(kernels):
+    backward(*tensors())
+    assert kernels.one(PrepareSpec)["dlse"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_gradient_of_the_lse_is_read_in_float32_and_contiguous(kernels, dtype):
+    q, k, v = tensors()
+    dlse = torch.randn(2, 100, 4).to(dtype).transpose(1, 2)
+    seen = []
+    kernels.look = lambda call: "dlse" in call and seen.append(memory(call["dlse"], 800, torch.float32))
+    backward(q, k, v, dlse=dlse)
+    assert torch.equal(seen[0], dlse.float().flatten())
+
+
+# Inputs that cannot be read in place ------------------------------------------------------------------------------
+
+
+def test_the_gradient_of_a_sum_has_strides_of_zero_and_is_copied(kernels):
+    q, k, v = tensors()
+    _, out, lse = results_of(q, v)
+    dout = torch.ones((), dtype=q.dtype).expand(out.shape)
+    assert set(dout.stride()) == {0}
+    seen = []
+    kernels.look = lambda call: "dout" in call and seen.append(memory(call["dout"], dout.numel(), q.dtype))
+    backward(q, k, v, given=(dout, out, lse))
+    for kind in (PrepareSpec, BackwardSpec):
+        assert kernels.one(kind)["dout"] != dout.data_ptr()
+        assert kernels.one(kind)["dout_strides"] == contiguous(out)
+    assert len(seen) == 2
+    assert all((values == 1).all() for values in seen)
+
+
+def test_heads_of_dout_before_its_rows_are_read_where_they_lie(kernels):
+    q, k, v = tensors()
+    _, out, lse = results_of(q, v)
+    dout = torch.randn(2, 4, 100, 128).to(q.dtype).transpose(1, 2)
+    backward(q, k, v, given=(dout, out, lse))
+    assert kernels.one(BackwardSpec)["dout"] == dout.data_ptr()
+    assert kernels.one(BackwardSpec)["dout_strides"] == (4 * 100 * 128, 128, 100 * 128)
+
+
+def odd_stride(plain):
+    wide = torch.zeros(*plain.shape[:3], plain.shape[3] + 2, dtype=plain.dtype)
+    return wide[..., : plain.shape[3]].copy_(plain)
+
+
+def odd_address(plain):
+    return torch.zeros(plain.numel() + 1, dtype=plain.dtype)[1:].view(plain.shape).copy_(plain)
+
+
+def columns_apart(plain):
+    return plain.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *((name, change) for name in ("q", "k", "v", "dout", "out") for change in (odd_stride, odd_address)),
+        # q, k and v are refused with such strides.
+        *((name, columns_apart) for name in ("dout", "out")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_what_tma_cannot_read_is_copied(kernels, name, change):
+    q, k, v = tensors()
+    dout, out, lse = results_of(q, v)
+    named = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
+    plain, named[name] = named[name], change(named[name])
+    seen = []
+    kernels.look = lambda call: name in call and seen.append(memory(call[name], plain.numel(), plain.dtype))
+    backward(named["q"], named["k"], named["v"], given=(named["dout"], named["out"], lse))
+    assert all(torch.equal(values, plain.flatten()) for values in seen)
+    assert seen
+
+
+def test_gradients_are_written_into_what_is_given(kernels):
+    packed = torch.zeros(2, 100, 3, 4, 128, dtype=torch.bfloat16)
+    q, k, v = tensors(seqlen_k=100, heads_kv=4)
+    into = packed.unbind(2)
+    dq, dk, dv, _, _ = backward(q, k, v, into=into)
+    assert all(one is other for one, other in zip((dq, dk, dv), into, strict=True))
+    main, finish = kernels.one(BackwardSpec), kernels.one(FinishSpec)
+    strides = (100 * 3 * 4 * 128, 3 * 4 * 128, 128)
+    assert (finish["dq"], main["dk"], main["dv"]) == tuple(x.data_ptr() for x in into)
+    assert finish["dq_strides"] == main["dk_strides"] == main["dv_strides"] == strides
+
+
+def test_gradients_that_tma_cannot_write_in_place_are_copied_there(kernels):
+    q, k, v = tensors(seqlen_k=100, heads_kv=4)
+    wide = torch.zeros(3, *q.shape[:3], 130, dtype=q.dtype)
+    into = tuple(x[..., :128] for x in wide)
+
+    def look(call):
+        if type(call["spec"]) is BackwardSpec:
+            fill(call["dk"], q.numel(), 2.0)
+            fill(call["dv"], q.numel(), 3.0)
+        elif type(call["spec"]) is FinishSpec:
+            fill(call["dq"], q.numel(), 1.0)
+
+    kernels.look = look
+    backward(q, k, v, into=into)
+    assert [x.unique().tolist() for x in into] == [[1.0], [2.0], [3.0]]
+    assert not wide[..., 128:].any(), "what lies between is not touched"
+
+
+# Options ----------------------------------------------------------------------------------------------------------
+
+
+def test_qv_is_more_columns_of_q_and_v_as_many_more_of_k(kernels):
+    q, k, v = tensors(head_dim=64)
+    qv = torch.randn(2, 100, 4, 64).to(q.dtype)
+    seen = {}
+
+    def look(call):
+        if type(call["spec"]) is BackwardSpec:
+            seen["q"] = memory(call["q"], 2 * q.numel(), q.dtype).view(2, 100, 4, 128)
+            seen["k"] = memory(call["k"], 2 * k.numel(), k.dtype).view(2, 130, 2, 128)
+            fill(call["dk"], 2 * k.numel(), 2.0)
+            fill(call["dv"], v.numel(), 3.0)
+        elif type(call["spec"]) is FinishSpec:
+            fill(call["dq"], 2 * q.numel(), 1.0)
+
+    kernels.look = look
+    dq, dk, dv, dsink, dqv = backward(q, k, v, qv=qv)
+    assert torch.equal(seen["q"], torch.cat([q, qv], dim=-1))
+    assert torch.equal(seen["k"], torch.cat([k, v], dim=-1))
+    main, finish = kernels.one(BackwardSpec), kernels.one(FinishSpec)
+    assert (main["head_dim"], main["head_dim_v"], finish["head_dim"]) == (128, 64, 128)
+    assert (main["spec"].head_dim, main["spec"].head_dim_v) == (128, 128)
+    assert main["softmax_scale"] == pytest.approx(1 / math.sqrt(128))
+    assert main["extra_numbers"] is None
+    # v has a gradient as values, and one as keys.
+    assert [x.unique().tolist() for x in (dq, dk, dv, dqv)] == [[1.0], [2.0], [5.0], [1.0]]
+    assert dqv.shape == qv.shape
+    assert dsink is None
+
+
+@pytest.mark.parametrize(
+    ("options", "extras"),
+    [
+        ({"window_left": 10, "window_right": 5}, (10, 5, 0)),
+        ({"window_left": 10}, (10, 100, 0)),
+        ({"attention_chunk": 7, "causal": True}, (130, 0, 7)),
+        ({"softcap": 5.0}, (5.0,)),
+        ({"window_left": 10, "softcap": 5.0}, (10, 100, 0, 5.0)),
+    ],
+    ids=str,
+)
+def test_bounds_and_caps_go_to_the_main_kernel(kernels, options, extras):
+    backward(*tensors(), **options)
+    assert kernels.one(BackwardSpec)["extra_numbers"] == extras
+
+
+def test_modifications_go_to_the_main_kernel_with_their_derivative_and_tensors(kernels):
+    bias, ids = torch.zeros(4, 9), torch.zeros(2, 130, dtype=torch.int32)
+    backward(*tensors(), score_mod=mods.relative_bias(bias), mask_mod=mods.document(ids))
+    main = kernels.one(BackwardSpec)
+    assert main["extra_numbers"] == (bias.data_ptr(), 4, 9, ids.data_ptr(), 2, 130)
+    assert main["spec"].score_mod == "fa3.kernels.mods:relative_bias"
+    assert main["spec"].derivative == "fa3.kernels.mods:additive"
+    assert main["spec"].mask_mod == "fa3.kernels.mods:document"
+
+
+def test_block_masks_and_wide_dtypes_have_no_kernels_and_say_so(kernels):
+    with pytest.raises(NotImplementedError, match=r"no gradient for this call: block_mask"):
+        backward(*tensors(), block_mask=block_mask(heads=4))
+    with pytest.raises(NotImplementedError, match=r"no gradient for this call: dtype fp32"):
+        backward(*tensors(dtype=torch.float32))
+    assert not kernels.specs
+
+
+def test_a_sink_gets_minus_its_probability_times_delta_over_all_rows(kernels):
+    q, k, v = tensors(batch=1, heads_q=2, heads_kv=1)
+    dout, out, _ = results_of(q, v)
+    sink = torch.tensor([0.5, -1.0])
+    lse = torch.full((1, 2, 100), 2.0)
+
+    def look(call):
+        if type(call["spec"]) is PrepareSpec:
+            rows = math.ceil(100 / call["spec"].tile_m) * call["spec"].tile_m
+            delta = torch.ones(2, rows)
+            delta[:, 100:] = math.nan  # rows that are none
+            write(call["delta"], delta)
+
+    kernels.look = look
+    *_, dsink, _ = backward(q, k, v, given=(dout, out, lse), sink=sink)
+    torch.testing.assert_close(dsink, -100 * torch.exp(sink - 2.0))
+    # Of a row that sees the sink alone the probability is 1, of a sink of +inf too.
+    *_, dsink, _ = backward(q, k, v, given=(dout, out, torch.full((1, 2, 100), math.inf)), sink=sink + math.inf)
+    assert dsink.tolist() == [-100, -100]
+
+
+# Values in parts --------------------------------------------------------------------------------------------------
+
+
+def test_wide_values_go_in_parts_of_columns_whose_shares_are_added(kernels):
+    q, k, v = tensors(head_dim=64, head_dim_v=512)
+    dout, out, lse = results_of(q, v)
+    dlse = torch.randn_like(lse)
+    seen = []
+
+    def look(call):
+        spec = call["spec"]
+        if type(spec) is PrepareSpec:
+            rows = math.ceil(100 / spec.tile_m) * spec.tile_m
+            write(call["dq"], torch.ones(2 * 4 * rows * spec.head_dim))
+        elif type(spec) is BackwardSpec:
+            fill(call["dk"], k.numel(), 1.0 + len(kernels.of(BackwardSpec)))
+        else:
+            seen.append(memory(call["sums"], 100, torch.float32))
+
+    kernels.look = look
+    _, dk, dv, _, _ = backward(q, k, v, dlse=dlse, given=(dout, out, lse))
+    assert [type(call["spec"]) for call in kernels.calls] == [*KINDS[:2], *KINDS]
+    first, second = kernels.of(BackwardSpec)
+    for name, tensor in (("v", v), ("dout", dout), ("dv", dv)):
+        assert [call[name] - tensor.data_ptr() for call in (first, second)] == [0, 2 * 256], name
+        assert first[f"{name}_strides"] == second[f"{name}_strides"] == contiguous(tensor)
+    assert [call["out"] - out.data_ptr() for call in kernels.of(PrepareSpec)] == [0, 2 * 256]
+    assert [call["head_dim_v"] for call in (first, second)] == [256, 256]
+    # The LSE has one gradient, which is not counted twice.
+    assert [call["dlse"] for call in kernels.of(PrepareSpec)] == [dlse.data_ptr(), 0]
+    assert (dk == 5.0).all()
+    assert (seen[0] == 2.0).all()
+
+
+def test_the_last_part_has_the_columns_that_are_left(kernels):
+    backward(*tensors(head_dim=64, head_dim_v=264))
+    assert [call["head_dim_v"] for call in kernels.of(BackwardSpec)] == [256, 8]
+    assert [call["head_dim_v"] for call in kernels.of(PrepareSpec)] == [256, 8]
+
+
+# Empty problems ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"heads_q": 0, "heads_kv": 0}], ids=str
+)
+def test_empty_problems_launch_nothing_and_have_gradients_of_zero(kernels, sizes):
+    q, k, v = tensors(**sizes)
+    qv = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)
+    into = tuple(torch.full_like(x, math.nan) for x in (q, k, v))
+    for options in ({}, {"into": into}):
+        *gradients, dsink, dqv = backward(q, k, v, **options)
+        for gradient, tensor in zip(gradients, (q, k, v), strict=True):
+            assert gradient.shape == tensor.shape
+            assert (gradient == 0).all()
+        assert dsink is dqv is None
+    *_, dqv = backward(*tensors(**sizes, head_dim=64), qv=qv[..., :64].contiguous())
+    assert (dqv == 0).all()
+    assert not kernels.calls
+
+
+def test_without_keys_a_sink_is_the_lse_and_has_its_gradient(kernels):
+    q, k, v = tensors(seqlen_k=0)
+    sink, dlse = torch.randn(4), torch.randn(2, 4, 100)
+    *_, dsink, _ = backward(q, k, v, sink=sink, dlse=dlse)
+    torch.testing.assert_close(dsink, dlse.sum((0, 2)))
+    *_, dsink, _ = backward(q, k, v, sink=sink)
+    assert not dsink.any()
+
+
+# Determinism ------------------------------------------------------------------------------------------------------
+
+
+def test_the_sums_are_added_in_no_fixed_order_unless_asked(kernels):
+    backward(*tensors())
+    assert kernels.one(BackwardSpec)["turns"] == 0
+    assert not kernels.one(BackwardSpec)["spec"].deterministic
+
+
+def check_turns(kernels):
+    def look(call):
+        if type(call["spec"]) is BackwardSpec:
+            spec = call["spec"]
+            tiles = 2 * 4 * math.ceil(100 / spec.tile_m)
+            turns = memory(call["turns"], spec.consumer_warpgroups * tiles, torch.int32)
+            assert not turns.any(), "nobody has had a turn"
+
+    kernels.look = look
+
+
+def test_a_call_may_ask_for_a_fixed_order(kernels):
+    check_turns(kernels)
+    backward(*tensors(), deterministic=True)
+    assert kernels.one(BackwardSpec)["spec"].deterministic
+    assert kernels.one(BackwardSpec)["turns"] != 0
+
+
+def test_so_may_all_of_pytorch(kernels, fixed_order):
+    check_turns(kernels)
+    backward(*tensors())
+    assert kernels.one(BackwardSpec)["spec"].deterministic
+
+
+def test_what_is_remembered_of_one_kind_is_not_used_for_the_other(kernels):
+    q, k, v = tensors()
+    backward(q, k, v)
+    backward(q, k, v, deterministic=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        backward(q, k, v)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    backward(q, k, v)
+    assert [call["spec"].deterministic for call in kernels.of(BackwardSpec)] == [False, True, True, False]
+
+
+def test_each_part_of_wide_values_begins_with_new_turns(kernels):
+    def look(call):
+        if type(call["spec"]) is BackwardSpec:
+            assert not memory(call["turns"], 16, torch.int32).any()
+            write(call["turns"], torch.full((16,), 7, dtype=torch.int32))
+
+    kernels.look = look
+    backward(*tensors(head_dim=64, head_dim_v=512), deterministic=True)
+    assert len(kernels.of(BackwardSpec)) == 2
+
+
+@pytest.mark.parametrize(("causal", "last_first"), [(False, 0), (True, 1)])
+def test_the_last_keys_come_first_in_a_fixed_order_under_a_causal_mask(kernels, causal, last_first):
+    backward(*tensors(), causal=causal, deterministic=True)
+    assert kernels.one(BackwardSpec)["last_first"] == last_first
+
+
+# Memory of calls --------------------------------------------------------------------------------------------------
+
+
+def test_a_repeated_call_is_not_planned_again(kernels, monkeypatch):
+    q, k, v = tensors()
+    backward(q, k, v)
+    monkeypatch.setattr(hopper_backward, "check_forward", lambda *_: pytest.fail("checked again"))
+    backward(q + 1, k, v)
+    assert len(kernels.specs) == 3
+    assert len(kernels.calls) == 6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"causal": True},
+        {"softmax_scale": 0.5},
+        {"deterministic": True},
+        {"window_left": 5},
+        {"dtype": torch.float16},
+        {"seqlen_q": 300},
+        {"heads_kv": 4},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_whatever_changes_a_launch_is_part_of_the_key(kernels, change):
+    sizes = {name: value for name, value in change.items() if name in ("dtype", "seqlen_q", "heads_kv")}
+    options = {name: value for name, value in change.items() if name not in sizes}
+    backward(*tensors())
+    backward(*tensors(**sizes), **options)
+    addresses = {*ARGUMENTS[BackwardSpec][:12]}
+    first, second = ({k: v for k, v in call.items() if k not in addresses} for call in kernels.of(BackwardSpec))
+    assert first != second
+
+
+def test_the_memory_of_calls_does_not_grow_forever(kernels, monkeypatch):
+    monkeypatch.setattr(hopper, "MAX_REMEMBERED", 4)
+    for seqlen in range(1, 12):
+        backward(*tensors(seqlen_q=seqlen))
+    assert len(hopper_backward._known) <= 4
+
+
+def test_no_launch_has_more_blocks_than_key_tiles_or_multiprocessors(kernels):
+    for batch, seqlen_k, heads in ((1, 1, 1), (1, 193, 4), (3, 5000, 8)):
+        backward(*tensors(batch=batch, seqlen_k=seqlen_k, heads_q=heads, heads_kv=heads))
+        main = kernels.of(BackwardSpec)[-1]
+        tiles = math.ceil(seqlen_k / main["spec"].tile_n) * heads * batch
+        assert 1 <= main["blocks"] <= min(tiles, H200.sm_count)
