@@ -221,6 +221,27 @@ def test_gradients_that_tma_cannot_write_in_place_are_copied_there(kernels):
     assert not wide[..., 128:].any(), "what lies between is not touched"
 
 
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_right": 20}, {"attention_chunk": 50}], ids=str)
+def test_rows_that_see_no_key_reach_no_kernel_whatever_they_hold(kernels, options):
+    q, k, v = tensors(seqlen_q=200)
+    dout, out, lse = results_of(q, v)
+    hidden = 200 - 130 - options.get("window_right", 0)
+    q[:, :hidden] = dout[:, :hidden] = math.nan
+    given_q, given_dout = q.clone(), dout.clone()
+    seen = []
+
+    def look(call):
+        if type(call["spec"]) is BackwardSpec:
+            seen.extend(memory(call[name], q.numel(), q.dtype).view(q.shape) for name in ("q", "dout"))
+
+    kernels.look = look
+    backward(q, k, v, given=(dout, out, lse), **options)
+    for found, tensor, before in zip(seen, (q, dout), (given_q, given_dout), strict=True):
+        assert (found[:, :hidden] == 0).all()
+        assert torch.equal(found[:, hidden:], tensor[:, hidden:])
+        assert torch.equal(tensor.view(torch.int16), before.view(torch.int16)), "what is given is not written to"
+
+
 # Options ----------------------------------------------------------------------------------------------------------
 
 
@@ -367,6 +388,7 @@ def test_empty_problems_launch_nothing_and_have_gradients_of_zero(kernels, sizes
     *_, dqv = backward(*tensors(**sizes, head_dim=64), qv=qv[..., :64].contiguous())
     assert (dqv == 0).all()
     assert not kernels.calls
+    assert not kernels.specs, "nothing is compiled for them"
 
 
 def test_without_keys_a_sink_is_the_lse_and_has_its_gradient(kernels):

@@ -38,6 +38,8 @@ class _Kernels:
     #: section, levels, whether the last keys come first, thread blocks.
     order: tuple[int, int, int, int]
     m_blocks: int
+    #: The first rows of q, which see no key by causal mask, window and chunk.
+    hidden_rows: int
     numbers: tuple[Any, ...]
 
 
@@ -68,7 +70,7 @@ def backward(
         CompileError, StoreError: a kernel is not in the store and cannot be compiled here.
     """
     deterministic = torch.are_deterministic_algorithms_enabled() or bool(options is not None and options.deterministic)
-    key = (hopper._key(q, k, v, softmax_scale, causal), deterministic, specs)
+    key: tuple[Any, ...] = (hopper._key(q, k, v, softmax_scale, causal), deterministic, specs)
     if options is not None:
         key = (*key, hopper._options_key(options))
     kernels = _known.get(key)
@@ -81,32 +83,29 @@ def backward(
         into if into is not None else (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     )
     qv, sink = options.qv, options.sink
-    dqv = None if qv is None else torch.empty_like(qv, memory_format=torch.contiguous_format)
+    dqv, dsink = None, None
     problem = kernels.problem
-    if problem.empty or problem.seqlen_k == 0:
-        for gradient in (dq, dk, dv, dqv):
-            if gradient is not None:
-                gradient.zero_()
-        dsink = None
+    if _has_nothing_to_do(problem):
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
+        if qv is not None:
+            dqv = torch.zeros_like(qv, memory_format=torch.contiguous_format)
         if sink is not None:
             # Rows that see the sink alone: its probability is 1, their output 0, and their LSE the sink.
             dsink = torch.zeros_like(sink) if dlse is None else dlse.sum(dim=(0, 2)).to(sink.dtype)
         return dq, dk, dv, dsink, dqv
     with torch.cuda.device(q.device):
         if qv is None:
-            delta = _launch(kernels, dout, dlse, q, k, v, out, lse, options, (dq, dk, dv), deterministic)
+            delta = _launch(kernels, dout, dlse, q, k, v, out, lse, options, (dq, dk, dv))
         else:
             head_dim = problem.head_dim
             joined_q, joined_k = torch.cat([q, qv], dim=-1), torch.cat([k, v], dim=-1)
             joined_dq, joined_dk = torch.empty_like(joined_q), torch.empty_like(joined_k)
-            delta = _launch(
-                kernels, dout, dlse, joined_q, joined_k, v, out, lse, options, (joined_dq, joined_dk, dv), deterministic
-            )
+            delta = _launch(kernels, dout, dlse, joined_q, joined_k, v, out, lse, options, (joined_dq, joined_dk, dv))
             dq.copy_(joined_dq[..., :head_dim])
-            dqv.copy_(joined_dq[..., head_dim:])
+            dqv = joined_dq[..., head_dim:].contiguous()
             dk.copy_(joined_dk[..., :head_dim])
             dv.add_(joined_dk[..., head_dim:])
-        dsink = None
         if sink is not None:
             # Its probability is exp(sink - LSE), and it has no value.
             probability = torch.exp(sink.float()[None, :, None] - lse)
@@ -114,6 +113,10 @@ def backward(
             probability = torch.where(lse == sink.float()[None, :, None], 1.0, probability)
             dsink = -(probability * delta[..., : problem.seqlen_q]).sum(dim=(0, 2)).to(sink.dtype)
     return dq, dk, dv, dsink, dqv
+
+
+def _has_nothing_to_do(problem: Problem) -> bool:
+    return problem.empty or problem.seqlen_k == 0
 
 
 def _find_kernels(
@@ -138,22 +141,29 @@ def _find_kernels(
 
         order = backward_order(problem, specs[1], hopper.device_facts(q.device))
         planned = replace(planned, prepare=specs[0], main=specs[1], finish=specs[2], order=order)
-    store, order = default_store(), planned.order
+    order = planned.order
     if order.tiles > hopper.MAX_TILES:
         raise ValueError(
             f"batch={problem.batch}, heads={problem.heads_kv}, seqlen_k={problem.seqlen_k}: "
             f"{order.tiles} tiles, at most {hopper.MAX_TILES}; split the batch"
         )
+    load = _no_kernel if _has_nothing_to_do(problem) else default_store().load
     return _Kernels(
         problem,
-        store.load(planned.prepare),
-        store.load(planned.main),
-        store.load(planned.finish),
+        load(planned.prepare),
+        load(planned.main),
+        load(planned.finish),
         planned.main,
         (order.section, order.levels, int(planned.last_first), order.blocks),
         math.ceil(problem.seqlen_q / planned.main.tile_m),
+        problem.first_row_with_keys,
         hopper.fixed_numbers(problem, planned.main),
     )
+
+
+def _no_kernel(spec: PrepareSpec | BackwardSpec | FinishSpec) -> Callable[..., Any]:
+    """Stands for the store in a call that launches nothing, and need not compile for that."""
+    return lambda *_: None
 
 
 def _launch(
@@ -167,25 +177,28 @@ def _launch(
     lse: Tensor,
     options: Options,
     gradients: tuple[Tensor, Tensor, Tensor],
-    deterministic: bool,
 ) -> Tensor:
     """Run the three kernels, for each part of wide values; returns delta, (batch, heads_q, rows of whole tiles)."""
     problem, spec = kernels.problem, kernels.spec
     dq, dk, dv = gradients
+    if kernels.hidden_rows:
+        # Rows that see no key give nothing, whatever they hold: their dS is 0, and 0 times NaN would be NaN.
+        q, dout = (_without_rows(x, kernels.hidden_rows) for x in (q, dout))
     q, k, v, dout, out = (_readable(x) for x in (q, k, v, dout, out))
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.float().contiguous()
     rows = kernels.m_blocks * spec.tile_m
     statistics = torch.empty(2, problem.batch, problem.heads_q, rows, dtype=torch.float32, device=q.device)
     target_dq, target_dk, target_dv = (_writable(x) for x in gradients)
-    all_sums, delta = None, None
+    all_sums: Tensor | None = None
+    delta = statistics[1]
     for first in range(0, problem.head_dim_v, MAX_COLUMNS):
         part = slice(first, min(first + MAX_COLUMNS, problem.head_dim_v))
         v_part, dout_part, out_part, dv_part = (x[..., part] for x in (v, dout, out, target_dv))
         dk_part = target_dk if first == 0 else torch.empty_like(target_dk)
         sums = torch.empty(problem.batch * problem.heads_q * rows * spec.head_dim, dtype=torch.float32, device=q.device)
         turns = None
-        if deterministic:
+        if spec.deterministic:
             tiles = problem.batch * problem.heads_q * kernels.m_blocks
             turns = torch.zeros(spec.consumer_warpgroups * tiles, dtype=torch.int32, device=q.device)
         sizes = (problem.batch, problem.seqlen_q)
@@ -206,13 +219,14 @@ def _launch(
             problem.softmax_scale, *kernels.order, hopper.extra_numbers(kernels.numbers, None, options),
         )  # fmt: skip
         if all_sums is None:
-            all_sums, delta = sums, statistics[1]
+            all_sums = sums
         else:
             all_sums += sums
             delta = delta + statistics[1]
             target_dk.copy_(target_dk.float() + dk_part.float())
         if part.stop < problem.head_dim_v:
             statistics = torch.empty_like(statistics)
+    assert all_sums is not None
     kernels.finish(
         all_sums.data_ptr(), target_dq.data_ptr(), stream, *sizes, problem.heads_q, q.shape[-1],
         hopper._strides(target_dq), problem.softmax_scale,
@@ -221,6 +235,13 @@ def _launch(
         if target is not gradient:
             gradient.copy_(target)
     return delta
+
+
+def _without_rows(tensor: Tensor, count: int) -> Tensor:
+    """A copy whose first rows are 0."""
+    copy = tensor.clone(memory_format=torch.contiguous_format)
+    copy[:, :count] = 0
+    return copy
 
 
 def _readable(tensor: Tensor) -> Tensor:
