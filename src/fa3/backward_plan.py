@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fa3 import plan as planning
 from fa3.plan import L2_SHARE, MAX_COLUMNS, DeviceFacts, Order
@@ -24,6 +24,7 @@ class BackwardTiles:
         tile_m: query rows of a step.
         tile_n: keys of a block.
         stages, stages_dout: q tiles, and dout tiles, in shared memory at once.
+        dq_leaves: when the sums of dQ leave; see `fa3.spec.BackwardSpec`.
         reason: why.
     """
 
@@ -31,25 +32,46 @@ class BackwardTiles:
     tile_n: int
     stages: int
     stages_dout: int
+    dq_leaves: str = "late"
     reason: str = ""
 
 
 _SHARED_KEYS = "the warpgroups share 64 keys: dK and dV of 64 keys take the registers of both"
+_D64 = "128 queries a step: fewer bytes of shared memory for each product"
+_D128 = "dK and dV of 64 keys take half of a warpgroup's registers"
+_SHARING = BackwardTiles(64, 64, 2, 2, "late", _SHARED_KEYS)
 
-#: Tile class -> tiles.
-BACKWARD_TILES: dict[tuple[int, int], BackwardTiles] = {
-    (64, 64): BackwardTiles(128, 128, 3, 2, "128 queries a step: fewer bytes of shared memory for each product"),
-    (128, 128): BackwardTiles(64, 128, 2, 2, "dK and dV of 64 keys take half of a warpgroup's registers"),
-    (64, 256): BackwardTiles(64, 64, 2, 2, _SHARED_KEYS),
-    (192, 128): BackwardTiles(64, 64, 2, 2, _SHARED_KEYS),
-    (256, 256): BackwardTiles(64, 64, 2, 2, _SHARED_KEYS),
+#: Tile class -> mask -> tiles.
+BACKWARD_TILES: dict[tuple[int, int], dict[str, BackwardTiles]] = {
+    (64, 64): {
+        "full": BackwardTiles(128, 128, 3, 2, "middle", _D64),
+        "causal": BackwardTiles(128, 128, 3, 2, "late", _D64),
+        "window": BackwardTiles(128, 128, 3, 2, "late", _D64),
+    },
+    (128, 128): dict.fromkeys(("full", "causal", "window"), BackwardTiles(64, 128, 2, 2, "middle", _D128)),
+    (64, 256): dict.fromkeys(("full", "causal", "window"), _SHARING),
+    (192, 128): dict.fromkeys(("full", "causal", "window"), _SHARING),
+    (256, 256): dict.fromkeys(("full", "causal", "window"), _SHARING),
 }
+
+_KEPT = "registers keep the scores until dS is there"
 
 #: Tile class -> tiles with a softcap or score_mod, where registers must keep the scores until dS is there.
-BACKWARD_MODIFIED: dict[tuple[int, int], BackwardTiles] = BACKWARD_TILES | {
-    (64, 64): BackwardTiles(64, 128, 2, 2, "registers keep the scores until dS is there"),
-    (128, 128): BackwardTiles(64, 64, 2, 2, "registers keep the scores until dS is there"),
+BACKWARD_MODIFIED: dict[tuple[int, int], BackwardTiles] = {
+    (64, 64): BackwardTiles(64, 128, 2, 2, "late", _KEPT),
+    (128, 128): BackwardTiles(64, 64, 2, 2, "late", _KEPT),
+    (64, 256): _SHARING,
+    (192, 128): _SHARING,
+    (256, 256): replace(_SHARING, dq_leaves="early", reason=_KEPT),
 }
+
+
+def backward_tiles(
+    kind: tuple[int, int], mask: str, modified: bool = False, deterministic: bool = False
+) -> BackwardTiles:
+    """The tiles of a class. In a fixed order the sums of dQ leave early: turns take registers too."""
+    tiles = BACKWARD_MODIFIED[kind] if modified else BACKWARD_TILES[kind][mask]
+    return replace(tiles, dq_leaves="early") if deterministic else tiles
 
 
 @dataclass(frozen=True)
@@ -59,7 +81,6 @@ class BackwardPlan:
     Attributes:
         prepare, main, finish: the kernels.
         order: how the blocks of the main one share the tiles of keys.
-        last_first: whether the last keys of a head come first.
         reasons: one sentence for each choice.
         flops: floating-point operations of the five products, masked parts left out.
     """
@@ -68,7 +89,6 @@ class BackwardPlan:
     main: BackwardSpec
     finish: FinishSpec
     order: Order
-    last_first: bool
     reasons: tuple[str, ...]
     flops: float
 
@@ -106,15 +126,10 @@ def make_backward_specs(
         PrepareSpec(dtype, head_dim, head_dim_v, tiles.tile_m),
         BackwardSpec(
             dtype, head_dim, head_dim_v, mask, tiles.tile_m, tiles.tile_n, tiles.stages, tiles.stages_dout,
-            **features,  # type: ignore[arg-type]
+            tiles.dq_leaves, **features,  # type: ignore[arg-type]
         ),
         FinishSpec(dtype, head_dim, tiles.tile_m),
     )  # fmt: skip
-
-
-def needs_early_dq(kind: tuple[int, int], modified: bool, deterministic: bool) -> bool:
-    """Whether the sums of dQ must leave early: turns and kept scores take registers that they would need."""
-    return deterministic or (modified and kind == (256, 256))
 
 
 def plan_backward(
@@ -134,13 +149,15 @@ def plan_backward(
     head_dim = problem.head_dim + (problem.head_dim_v if problem.qv else 0)
     kind = backward_class(head_dim, problem.head_dim_v)
     modified = bool(problem.softcap or problem.score_mod)
-    tiles = (BACKWARD_MODIFIED if modified else BACKWARD_TILES)[kind]
+    mask = problem.mask
+    if deterministic and mask == "full" and kind == (128, 128):
+        mask = "window"  # as wide as the sequences: of the kernel for it no register is spilled
+    tiles = backward_tiles(kind, mask, modified, deterministic)
     prepare, main, finish = make_backward_specs(
         problem.dtype,
         kind,
-        problem.mask,
+        mask,
         tiles,
-        early_dq=needs_early_dq(kind, modified, deterministic),
         deterministic=deterministic,
         softcap=problem.softcap > 0.0,
         score_mod=problem.score_mod,
@@ -150,14 +167,11 @@ def plan_backward(
         mask_aux=",".join(problem.mask_aux),
     )
     order = backward_order(problem, main, device)
-    # In a fixed order of the sums of dQ, a block waits for those before it: the last keys first, those of a causal
-    # mask begin at once, each a step behind the next.
-    last_first = deterministic and problem.mask in ("causal", "window")
     reasons = (
         f"tiles of {tiles.tile_m} queries x {tiles.tile_n} keys in {tiles.stages} stages: {tiles.reason}",
         order.reason,
     )
-    return BackwardPlan(prepare, main, finish, order, last_first, reasons, backward_flops(problem))
+    return BackwardPlan(prepare, main, finish, order, reasons, backward_flops(problem))
 
 
 def backward_order(problem: Problem, spec: BackwardSpec, device: DeviceFacts) -> Order:
@@ -185,6 +199,6 @@ def backward_flops(problem: Problem) -> float:
 
 def backward_specs() -> Iterator[PrepareSpec | BackwardSpec | FinishSpec]:
     """All kernels that a plain call's gradients, or those of one with a window, can ask for."""
-    for dtype, (kind, tiles) in itertools.product(ELEMENT_BYTES, BACKWARD_TILES.items()):
-        for mask in ("full", "causal", "window"):
+    for dtype, (kind, masks) in itertools.product(ELEMENT_BYTES, BACKWARD_TILES.items()):
+        for mask, tiles in masks.items():
             yield from make_backward_specs(dtype, kind, mask, tiles)

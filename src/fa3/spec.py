@@ -203,7 +203,8 @@ class BackwardSpec:
         tile_m: query rows of one step of the main loop.
         tile_n: keys of a block: 64 for each warpgroup, or 64 whose columns the warpgroups share.
         stages, stages_dout: q tiles, and dout tiles, held in shared memory at once.
-        early_dq: the sums of dQ leave before dP is issued: fewer registers, more waiting.
+        dq_leaves: when the sums of dQ leave: ``"early"``, before dP is issued: fewer registers, more waiting;
+            ``"middle"``: while dP and dV run; ``"late"``: when dS has been shared, whose fence would wait for them.
         deterministic: sums of dQ are added in a fixed order.
         softcap, score_mod, mask_mod, score_aux, mask_aux: as of `ForwardSpec`.
         derivative: ``"module:function"`` of the derivative of ``score_mod``.
@@ -217,7 +218,7 @@ class BackwardSpec:
     tile_n: int
     stages: int
     stages_dout: int
-    early_dq: bool = False
+    dq_leaves: str = "late"
     deterministic: bool = False
     softcap: bool = False
     score_mod: str = ""
@@ -281,7 +282,7 @@ class BackwardSpec:
         """Short unique name, e.g. ``backward_bf16_d128_causal_64x128x2x2``."""
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
         tile = f"{self.tile_m}x{self.tile_n}x{self.stages}x{self.stages_dout}"
-        features = [name for name in ("early_dq", "deterministic", "softcap") if getattr(self, name)]
+        features = [self.dq_leaves, *(name for name in ("deterministic", "softcap") if getattr(self, name))]
         for mod, aux in ((self.score_mod, self.score_aux), (self.derivative, ""), (self.mask_mod, self.mask_aux)):
             if mod:
                 features.append(mod + (f"({aux})" if aux else ""))
@@ -294,6 +295,8 @@ class BackwardSpec:
             raise ValueError(f"tile_m={self.tile_m}: allowed are 64 and 128")
         if self.tile_n not in (64, 128):
             raise ValueError(f"tile_n={self.tile_n}: allowed are 64 and 128")
+        if self.dq_leaves not in ("early", "middle", "late"):
+            raise ValueError(f"dq_leaves={self.dq_leaves!r}: allowed are 'early', 'middle' and 'late'")
         for name in ("stages", "stages_dout"):
             if not 1 <= getattr(self, name) <= 4:
                 raise ValueError(f"{name}={getattr(self, name)}: allowed are 1 to 4")

@@ -35,8 +35,8 @@ class _Kernels:
     main: Callable[..., Any]
     finish: Callable[..., Any]
     spec: BackwardSpec
-    #: section, levels, whether the last keys come first, thread blocks.
-    order: tuple[int, int, int, int]
+    #: section, levels, thread blocks.
+    order: tuple[int, int, int]
     m_blocks: int
     #: The first rows of q, which see no key by causal mask, window and chunk.
     hidden_rows: int
@@ -154,7 +154,7 @@ def _find_kernels(
         load(planned.main),
         load(planned.finish),
         planned.main,
-        (order.section, order.levels, int(planned.last_first), order.blocks),
+        (order.section, order.levels, order.blocks),
         math.ceil(problem.seqlen_q / planned.main.tile_m),
         problem.first_row_with_keys,
         hopper.fixed_numbers(problem, planned.main),

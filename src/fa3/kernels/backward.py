@@ -101,7 +101,6 @@ class BackwardKernel:
         softmax_scale: Float32,
         section: Int32,
         levels: Int32,
-        last_first: Int32,
         blocks: Int32,
         extra_numbers: tuple | None,
     ):
@@ -142,8 +141,8 @@ class BackwardKernel:
         m_blocks = (seqlen_q + self.tile_m - 1) // self.tile_m
         left, right, chunk = numbers["window"]
         sizes = KeySizes(
-            batch, heads_q, heads_kv, heads_q // heads_kv, m_blocks, n_blocks, section, levels,
-            n_blocks * heads_kv * batch, last_first, Mask(seqlen_q, seqlen_k, left, right, chunk),
+            batch, heads_q, heads_kv, heads_q // heads_kv, m_blocks, n_blocks, m_blocks * (heads_q // heads_kv),
+            section, levels, n_blocks * heads_kv * batch, Mask(seqlen_q, seqlen_k, left, right, chunk),
         )  # fmt: skip
         # As in the forward: with a cap, scores become the tanh of themselves, and the cap the softmax scale; a
         # score_mod gets real scores, so nothing is left to scale.
@@ -257,6 +256,7 @@ class BackwardKernel:
             tile_full: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_empty: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_slots: cute.struct.MemRange[Int32, 3 * tiles.SLOTS]
+            turns: cute.struct.MemRange[Int64, 2 * self.groups]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, self.tile_m * spec.stages], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, self.tile_m * spec.stages_dout], 128]
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_smem)], 1024]
@@ -288,7 +288,10 @@ class BackwardKernel:
             tensor(storage.ds, ds_smem),
             tensor(storage.ds, columns_first(ds_smem, spec.score_rows)),
             None if const_expr(spec.split_keys) else tensor(storage.p, ds_smem),
+            storage.turns.get_tensor(cute.make_layout((2, self.groups))),
         )
+        if thread < self.groups:
+            shared.turns[0, thread] = Int64(0)
         extras = extras._replace(
             score_aux=scores.make_aux(spec.score_aux, extras.score_aux),
             mask_aux=scores.make_aux(spec.mask_aux, extras.mask_aux),
@@ -382,8 +385,12 @@ class BackwardKernel:
         last_key = cutlass.min(first_key + self.tile_n, sizes.mask.seqlen_k) - 1
         begin, end = sizes.mask.query_tiles(first_key, last_key, self.tile_m, self.spec.mask)
         tiles_per_head = end - begin
+        steps = tiles_per_head * sizes.group
+        if const_expr(self.spec.mask == "full"):
+            # The same, from the host: worked out here they would take registers for all of the kernel.
+            tiles_per_head, steps = sizes.m_blocks, sizes.all_steps
         return KeyWork(
-            sizes, extras, n_block, head_kv, batch_index, begin, tiles_per_head, tiles_per_head * sizes.group, done,
+            sizes, extras, n_block, head_kv, batch_index, begin, tiles_per_head, steps, done,
             position,
         )  # fmt: skip
 
@@ -398,11 +405,17 @@ class BackwardKernel:
         """Work out where the block's tile ``number`` lies, publish it, and return the place."""
         n_block, head_kv, batch_index = Int32(-1), Int32(0), Int32(0)
         if tile < sizes.tiles:
+            # In a fixed order a block waits for those before it: with the last keys first, those of a causal mask begin
+            # at once, each a step behind the next.
             n_block, head_kv, batch_index = tiles.place_of_tile(
-                tile, sizes.n_blocks, sizes.heads_kv, sizes.batch, sizes.section, sizes.levels, False
+                tile,
+                sizes.n_blocks,
+                sizes.heads_kv,
+                sizes.batch,
+                sizes.section,
+                sizes.levels,
+                self.spec.deterministic,
             )
-            if sizes.last_first != 0:
-                n_block = sizes.n_blocks - 1 - n_block
         supply.publish(number, n_block, head_kv, batch_index)
         return n_block, head_kv, batch_index
 
@@ -588,7 +601,9 @@ class BackwardKernel:
         warpgroup.wait_group(0)
         barriers.release(loads.dout.empty, last, self.spec.stages_dout)
         barriers.release(loads.q.empty, last, self.spec.stages)
-        self.add_dq(work, rows, head, m_block, me, dq)
+        self.add_dq(work, rows, head, m_block, me, shared, dq)
+        if const_expr(self.spec.deterministic):
+            self.pass_turn(me, shared)
 
     @cute.jit
     def step(
@@ -629,10 +644,12 @@ class BackwardKernel:
         if const_expr(not spec.split_keys):
             self.share(p, shared.p, position, between.p_full, me)
         if const_expr(not first):
+            warpgroup.wait_group(0)
+            barriers.release(loads.q.empty, position - 1, spec.stages)
             dq = self.issue_dq(position - 1, operands)
-            if const_expr(spec.early_dq):
+            if const_expr(spec.dq_leaves == "early"):
                 warpgroup.wait_group(0)
-                self.add_dq(work, rows, before[1], before[0], me, dq)
+                self.add_dq(work, rows, before[1], before[0], me, shared, dq)
         barriers.wait_full(loads.dout.full, position, spec.stages_dout)
         dout_tile = operands.dout[None, None, None, dout_stage]
         dp = self.accumulator(self.scores_mma(), spec.score_rows)
@@ -644,11 +661,12 @@ class BackwardKernel:
             barriers.wait_full(between.p_full, position, DS_BUFFERS)
             p_operand = operands.p[None, None, None, barriers.stage_of(position, DS_BUFFERS)]
         products.issue(self.dv_mma(), operands.dv, p_operand, dout_columns, accumulate=True)
+        if const_expr(not first and spec.dq_leaves == "middle"):
+            warpgroup.wait_group(2)
+            self.add_dq(work, rows, before[1], before[0], me, shared, dq)
         # dV runs on under dS; dQ of the tile before is done. In the first step, a copy of the loop's, nothing runs on:
         # that would cost more registers than there are.
         warpgroup.wait_group(0 if const_expr(first) else 1)
-        if const_expr(not first):
-            barriers.release(loads.q.empty, position - 1, spec.stages)
         delta = gradients.of_lane(self.rows_of(loads.delta[None, dout_stage], me), me.lane)
         ds = self.rounded_scores()
         gradients.score_gradients(
@@ -658,8 +676,8 @@ class BackwardKernel:
         self.share(ds, shared.ds, position, between.ds_full, me)
         # Behind the fence that shared dS, which waits for all that its threads have on the way to memory: now they
         # have until the next one.
-        if const_expr(not first and not spec.early_dq):
-            self.add_dq(work, rows, before[1], before[0], me, dq)
+        if const_expr(not first and spec.dq_leaves == "late"):
+            self.add_dq(work, rows, before[1], before[0], me, shared, dq)
 
     def rounded_scores(self) -> cute.Tensor:
         """Registers for a warpgroup's part of P or dS, rounded."""
@@ -753,10 +771,7 @@ class BackwardKernel:
         first_key = self.first_key_of(work, me)
         cut = first_key + WGMMA_ROWS > mask.seqlen_k
         begin, end = mask.whole_query_tiles(first_key, first_key + WGMMA_ROWS - 1, self.tile_m, kind)
-        cut = cut or m_block < begin
-        if const_expr(kind == "window"):
-            cut = cut or m_block >= end
-        return cut
+        return cut or m_block < begin or m_block >= end
 
     @cute.jit
     def share(self, rounded: cute.Tensor, shared: cute.Tensor, position: Int32, full: cute.Pointer, me: Consumer):
@@ -787,7 +802,16 @@ class BackwardKernel:
         cute.copy(copy, copy_slice.retile(values), copy_slice.partition_D(tile))
 
     @cute.jit
-    def add_dq(self, work: KeyWork, rows: Rows, head: Int32, m_block: Int32, me: Consumer, dq: cute.Tensor):
+    def add_dq(
+        self,
+        work: KeyWork,
+        rows: Rows,
+        head: Int32,
+        m_block: Int32,
+        me: Consumer,
+        shared: KeyShared,
+        dq: cute.Tensor,
+    ):
         """Add the warpgroup's part of a dQ tile to its sums.
 
         The sums of a tile are those of the warpgroups' parts one after the other; of a part, four registers of every
@@ -797,32 +821,42 @@ class BackwardKernel:
         chunks = cute.size(dq) // 4
         thread = 32 * me.warp + me.lane
         address = rows.dq + 16 * (Int64(tile) * (chunks * WARPGROUP_THREADS) + thread)
-        turn_address, turn = rows.turns + 4 * Int64(tile), Int32(0)
         if const_expr(self.spec.deterministic):
-            turn = self.turn_of(work, m_block)
+            self.pass_turn(me, shared)
             if thread == 0:
+                turn_address, turn = rows.turns + 4 * Int64(tile), self.turn_of(work, m_block)
                 current = ptx.load_acquire(turn_address)
                 while current != turn:
                     current = ptx.load_acquire(turn_address)
+                shared.turns[0, me.group] = turn_address
+                shared.turns[1, me.group] = Int64(turn + 1)
             barriers.sync_group(me.group)
         for i in cutlass.range_constexpr(chunks):
             ptx.add_to_memory(address + 16 * WARPGROUP_THREADS * i, dq, 4 * i)
-        if const_expr(self.spec.deterministic):
-            cute.arch.fence_acq_rel_gpu()
-            barriers.sync_group(me.group)
-            if thread == 0:
-                ptx.store_release(turn_address, turn + 1)
+
+    @cute.jit
+    def pass_turn(self, me: Consumer, shared: KeyShared):
+        """Let the next block add to the tile of dQ that this warpgroup added to last.
+
+        Called a step later, when the sums have long arrived: then the fence hardly waits for them.
+        """
+        cute.arch.fence_acq_rel_gpu()
+        barriers.sync_group(me.group)
+        if me.warp == 0 and me.lane == 0:
+            turn_address = shared.turns[0, me.group]
+            if turn_address != 0:
+                ptx.store_release(turn_address, Int32(shared.turns[1, me.group]))
+            shared.turns[0, me.group] = Int64(0)
 
     @cute.jit
     def turn_of(self, work: KeyWork, m_block: Int32) -> Int32:
         """How many blocks add to a dQ tile before this one, where the order is fixed: that of the tiles of work."""
-        mask = work.sizes.mask
-        last_query = cutlass.min((m_block + 1) * self.tile_m, mask.seqlen_q) - 1
-        begin, end = mask.key_tiles(m_block * self.tile_m, last_query, self.tile_n, self.spec.mask)
-        turn = work.n_block - begin
-        if work.sizes.last_first != 0:
-            turn = end - 1 - work.n_block
-        return turn
+        end = work.sizes.n_blocks
+        if const_expr(self.spec.mask != "full"):
+            mask = work.sizes.mask
+            last_query = cutlass.min((m_block + 1) * self.tile_m, mask.seqlen_q) - 1
+            _, end = mask.key_tiles(m_block * self.tile_m, last_query, self.tile_n, self.spec.mask)
+        return end - 1 - work.n_block
 
     @cute.jit
     def store(
@@ -861,7 +895,7 @@ def compile_backward(spec: BackwardSpec, options: str) -> Any:
         *[Int32(1)] * 7,
         *strides,
         Float32(1.0),
-        *[Int32(1)] * 4,
+        *[Int32(1)] * 3,
         extras or None,
         options=options,
     )

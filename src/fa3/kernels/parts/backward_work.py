@@ -21,11 +21,11 @@ class KeySizes(NamedTuple):
     group: Int32
     m_blocks: Int32
     n_blocks: Int32
+    #: Query tiles of the heads of a group.
+    all_steps: Int32
     section: Int32
     levels: Int32
     tiles: Int32
-    #: Whether the last keys of a head come first.
-    last_first: Int32
     mask: Mask
 
 
@@ -97,6 +97,8 @@ class KeyShared(NamedTuple):
     ds_rows: cute.Tensor
     #: P transposed; only where the warpgroups share their keys.
     p: cute.Tensor | None
+    #: (2, warpgroup) int64: where a warpgroup has a turn to pass on, or 0, and its next value.
+    turns: cute.Tensor
 
 
 class KeyBarriers(NamedTuple):
