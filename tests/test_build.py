@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import toy_kernels
+from fa3.backward_plan import plan_backward
 from fa3.compiler import build as build_module
 from fa3.compiler import inspect
 from fa3.compiler import store as store_module
@@ -25,8 +26,9 @@ from fa3.compiler.build import Artifact, Outcome, Worker, build, compile_many, r
 from fa3.compiler.store import Store
 from fa3.compiler.target import RUNTIME_LIBRARY, Target, default_target, runtime_library
 from fa3.errors import CompileError, StoreError
-from fa3.plan import make_spec
+from fa3.plan import H200, make_spec
 from fa3.tiles import PACKED, TileChoice
+from problems import problem_of
 from toy_kernels import ToySpec
 
 TARGET = Target(cuda_major=13)
@@ -274,6 +276,22 @@ def test_packed_rows_of_the_widest_tiles_do_not_spill(kind: tuple[int, int], sof
     with Worker(TARGET) as worker:
         made = worker.build(spec)
     assert inspect.check(spec, inspect.report(inspect.cubin_of(made.shared_object))) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "mask", "deterministic"),
+    [((64, 64), {"window_left": 9}, False), ((128, 128), {"causal": True}, False), ((256, 256), {}, True)],
+    ids=str,
+)
+def test_kernels_of_gradients_keep_their_promises(
+    kind: tuple[int, int], mask: dict[str, Any], deterministic: bool
+) -> None:
+    problem = problem_of(head_dim=kind[0], head_dim_v=kind[1], **mask)
+    planned = plan_backward(problem, H200, deterministic=deterministic)
+    with Worker(TARGET) as worker:
+        for spec in (planned.prepare, planned.main, planned.finish):
+            made = worker.build(spec)
+            assert inspect.check(spec, inspect.report(inspect.cubin_of(made.shared_object))) == []
 
 
 def test_a_missing_dsl_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""One small call of every shipped bf16 kernel, to be run under compute-sanitizer: see ``make sanitize``.
+"""A small call of every shipped bf16 kernel, and its gradients, to be run under compute-sanitizer: see ``make sanitize``.
 
 Lengths are multiples of nothing, so that every kernel runs its tails, and each has rows without keys.
 """
@@ -7,10 +7,10 @@ import torch
 
 import fa3
 from fa3 import mods
-from fa3.backends import hopper
+from fa3.backends import hopper, hopper_backward
 from fa3.options import Options
 from fa3.presets import shipped_specs
-from fa3.spec import ForwardSpec
+from fa3.spec import BackwardSpec, ForwardSpec
 
 BATCH, HEADS, HEADS_KV = 1, 2, 1
 
@@ -45,15 +45,43 @@ def options_of(spec: ForwardSpec, seqlen_q: int, seqlen_k: int) -> Options:
     )
 
 
+def tensors_of(
+    spec: ForwardSpec | BackwardSpec, seqlen_q: int, seqlen_k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of the dims of a spec."""
+    q = torch.randn(BATCH, seqlen_q, HEADS, spec.head_dim, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(BATCH, seqlen_k, HEADS_KV, spec.head_dim, device="cuda", dtype=q.dtype)
+    v = torch.randn(BATCH, seqlen_k, HEADS_KV, spec.head_dim_v, device="cuda", dtype=q.dtype)
+    return q, k, v
+
+
+def call_gradients(spec: BackwardSpec) -> None:
+    """The kernels of a spec and those around it, in no fixed order and in one."""
+    q, k, v = tensors_of(spec, 331, 203)
+    causal = spec.mask == "causal"
+    left, right = (60, 20) if spec.mask == "window" else (-1, -1)
+    options = Options(window_left=left, window_right=right, sink=torch.randn(HEADS, device="cuda"))
+    out, lse = hopper.forward(q, k, v, None, causal, True, options)
+    assert lse is not None
+    for deterministic in (False, True):
+        asked = options._replace(deterministic=deterministic)
+        gradients = hopper_backward.backward(
+            torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, None, causal, asked
+        )
+        assert all(torch.isfinite(gradient).all() for gradient in gradients if gradient is not None)
+
+
 def main() -> None:
     count = 0
+    for spec in shipped_specs("backward"):
+        if isinstance(spec, BackwardSpec) and spec.dtype == "bf16":
+            call_gradients(spec)
+            count += 1
     for spec in dict.fromkeys((*shipped_specs("forward"), *shipped_specs("features"))):
-        if spec.dtype != "bf16":
+        if not isinstance(spec, ForwardSpec) or spec.dtype != "bf16":
             continue
         seqlen_q, seqlen_k = (331, 331) if spec.mask == "blocks" else (331, 203)
-        q = torch.randn(BATCH, seqlen_q, HEADS, spec.head_dim, device="cuda", dtype=torch.bfloat16)
-        k = torch.randn(BATCH, seqlen_k, HEADS_KV, spec.head_dim, device="cuda", dtype=q.dtype)
-        v = torch.randn(BATCH, seqlen_k, HEADS_KV, spec.head_dim_v, device="cuda", dtype=q.dtype)
+        q, k, v = tensors_of(spec, seqlen_q, seqlen_k)
         options = options_of(spec, seqlen_q, seqlen_k)
         out, lse = hopper.forward_with_spec(spec, q, k, v, return_lse=True, options=options)
         assert torch.isfinite(out).all()
