@@ -25,7 +25,7 @@ ARGUMENTS: dict[type, tuple[str, ...]] = {
         *("q", "k", "v", "dout", "dk", "dv", "lse", "delta", "dq", "turns", "counter", "stream"),
         *("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim", "head_dim_v"),
         *(f"{name}_strides" for name in ("q", "k", "v", "dout", "dk", "dv")),
-        *("softmax_scale", "section", "levels", "last_first", "blocks", "extra_numbers"),
+        *("softmax_scale", "parts", "section", "levels", "blocks", "extra_numbers"),
     ),
     FinishSpec: ("sums", "dq", "stream", "batch", "seqlen_q", "heads", "head_dim", "dq_strides", "softmax_scale"),
 }

@@ -80,6 +80,8 @@ class BackwardPlan:
 
     Attributes:
         prepare, main, finish: the kernels.
+        parts: in how many the query heads of a K/V head come. Each part has a dK and a dV of its own, which are summed
+            afterwards; with one part the sums are made in registers.
         order: how the blocks of the main one share the tiles of keys.
         reasons: one sentence for each choice.
         flops: floating-point operations of the five products, masked parts left out.
@@ -88,6 +90,7 @@ class BackwardPlan:
     prepare: PrepareSpec
     main: BackwardSpec
     finish: FinishSpec
+    parts: int
     order: Order
     reasons: tuple[str, ...]
     flops: float
@@ -166,28 +169,42 @@ def plan_backward(
         score_aux=",".join(problem.score_aux),
         mask_aux=",".join(problem.mask_aux),
     )
-    order = backward_order(problem, main, device)
+    parts = group_parts(problem, main, device)
+    order = backward_order(problem, main, device, parts)
     reasons = (
         f"tiles of {tiles.tile_m} queries x {tiles.tile_n} keys in {tiles.stages} stages: {tiles.reason}",
+        *([f"the {problem.group_size} query heads of a K/V head in {parts} parts: more tiles"] if parts > 1 else []),
         order.reason,
     )
-    return BackwardPlan(prepare, main, finish, order, reasons, backward_flops(problem))
+    return BackwardPlan(prepare, main, finish, parts, order, reasons, backward_flops(problem))
 
 
-def backward_order(problem: Problem, spec: BackwardSpec, device: DeviceFacts) -> Order:
+#: Below so many tiles of keys a multiprocessor, the query heads of a K/V head are worth taking apart.
+FEW_ROUNDS = 3
+
+
+def group_parts(problem: Problem, spec: BackwardSpec, device: DeviceFacts) -> int:
+    """In how many parts the query heads of a K/V head come: as few as make enough tiles, if that is possible."""
+    tiles = math.ceil(problem.seqlen_k / spec.tile_n) * problem.heads_kv * problem.batch
+    wanted = FEW_ROUNDS * planning.available(problem, device)
+    divisors = [n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0]
+    return next((n for n in divisors if tiles * n >= wanted), divisors[-1]) if tiles else 1
+
+
+def backward_order(problem: Problem, spec: BackwardSpec, device: DeviceFacts, parts: int = 1) -> Order:
     """In which order the blocks take the tiles of keys: a few heads at a time, whose q, dout and dQ stay in L2."""
     n_blocks = math.ceil(problem.seqlen_k / spec.tile_n)
-    heads = problem.heads_kv * problem.batch
+    heads = problem.heads_kv * problem.batch * parts
     tiles = n_blocks * heads
     multiprocessors = planning.available(problem, device)
     blocks = max(1, min(tiles, multiprocessors))
     element = ELEMENT_BYTES[spec.dtype]
     row_bytes = element * (spec.head_dim + spec.head_dim_v) + 4 * spec.head_dim
-    head_bytes = max(1, problem.group_size * problem.seqlen_q * row_bytes)
+    head_bytes = max(1, problem.group_size // parts * problem.seqlen_q * row_bytes)
     fitting = int(L2_SHARE * device.l2_bytes) // head_bytes
     filling = math.ceil(multiprocessors / max(n_blocks, 1))
     section = max(1, min(heads, max(fitting, filling)))
-    reason = f"{tiles} tiles of keys for {blocks} persistent blocks, {section} K/V heads at a time"
+    reason = f"{tiles} tiles of keys for {blocks} persistent blocks, {section} heads of them at a time"
     return Order(section, max(n_blocks, 1), tiles, blocks, reason)
 
 

@@ -1,8 +1,9 @@
 """Gradients on GPUs of compute capability 9.0: prepare, main pass, finish; see `fa3.kernels.backward`.
 
 Takes device memory for the gradients, and until its kernels are done: float32 sums of dQ (4 bytes an element of a
-tile class, rows rounded up to a step), and 8 bytes for each query row of a head. Inputs that TMA cannot read are
-copied, as in the forward. It never synchronizes.
+tile class, rows rounded up to a step), and 8 bytes for each query row of a head; where there are few tiles of keys
+and several query heads to a K/V head, also a dK and dV for each of some parts of them, in the gradients' dtype.
+Inputs that TMA cannot read are copied, as in the forward. It never synchronizes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fa3.backends import hopper
-from fa3.backward_plan import plan_backward
+from fa3.backward_plan import backward_order, group_parts, plan_backward
 from fa3.backward_plan import why_no_backward as why_no_backward
 from fa3.compiler.store import default_store
 from fa3.mods import derivative_of
@@ -35,6 +36,7 @@ class _Kernels:
     main: Callable[..., Any]
     finish: Callable[..., Any]
     spec: BackwardSpec
+    parts: int
     #: section, levels, thread blocks.
     order: tuple[int, int, int]
     m_blocks: int
@@ -137,10 +139,10 @@ def _find_kernels(
     derivative = derivative_of(problem.score_mod) if problem.score_mod else ""
     planned = plan_backward(problem, hopper.device_facts(q.device), derivative, deterministic)
     if specs is not None:
-        from fa3.backward_plan import backward_order
-
-        order = backward_order(problem, specs[1], hopper.device_facts(q.device))
-        planned = replace(planned, prepare=specs[0], main=specs[1], finish=specs[2], order=order)
+        facts = hopper.device_facts(q.device)
+        parts = group_parts(problem, specs[1], facts)
+        order = backward_order(problem, specs[1], facts, parts)
+        planned = replace(planned, prepare=specs[0], main=specs[1], finish=specs[2], parts=parts, order=order)
     order = planned.order
     if order.tiles > hopper.MAX_TILES:
         raise ValueError(
@@ -154,6 +156,7 @@ def _find_kernels(
         load(planned.main),
         load(planned.finish),
         planned.main,
+        planned.parts,
         (order.section, order.levels, order.blocks),
         math.ceil(problem.seqlen_q / planned.main.tile_m),
         problem.first_row_with_keys,
@@ -190,6 +193,8 @@ def _launch(
     rows = kernels.m_blocks * spec.tile_m
     statistics = torch.empty(2, problem.batch, problem.heads_q, rows, dtype=torch.float32, device=q.device)
     target_dq, target_dk, target_dv = (_writable(x) for x in gradients)
+    if kernels.parts > 1:
+        target_dk, target_dv = (_of_parts(x, kernels.parts) for x in (dk, dv))
     all_sums: Tensor | None = None
     delta = statistics[1]
     for first in range(0, problem.head_dim_v, MAX_COLUMNS):
@@ -216,7 +221,7 @@ def _launch(
             0 if turns is None else turns.data_ptr(), counter.data_ptr(), stream,
             *sizes, problem.seqlen_k, problem.heads_q, problem.heads_kv, q.shape[-1], v_part.shape[-1],
             *(hopper._strides(x) for x in (q, k, v_part, dout_part, dk_part, dv_part)),
-            problem.softmax_scale, *kernels.order, hopper.extra_numbers(kernels.numbers, None, options),
+            problem.softmax_scale, kernels.parts, *kernels.order, hopper.extra_numbers(kernels.numbers, None, options),
         )  # fmt: skip
         if all_sums is None:
             all_sums = sums
@@ -232,7 +237,9 @@ def _launch(
         hopper._strides(target_dq), problem.softmax_scale,
     )  # fmt: skip
     for gradient, target in zip((dq, dk, dv), (target_dq, target_dk, target_dv), strict=True):
-        if target is not gradient:
+        if target.shape != gradient.shape:
+            gradient.copy_(target.unflatten(2, (problem.heads_kv, kernels.parts)).sum(dim=3))
+        elif target is not gradient:
             gradient.copy_(target)
     return delta
 
@@ -249,6 +256,12 @@ def _readable(tensor: Tensor) -> Tensor:
     if tensor.stride(-1) != 1 or hopper._must_copy(tensor) or tensor.data_ptr() % TMA_ALIGNMENT:
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor
+
+
+def _of_parts(tensor: Tensor, parts: int) -> Tensor:
+    """Memory for a dK or dV of each part of the query heads of a K/V head."""
+    batch, rows, heads, columns = tensor.shape
+    return tensor.new_empty(batch, rows, heads * parts, columns)
 
 
 def _writable(tensor: Tensor) -> Tensor:

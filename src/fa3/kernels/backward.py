@@ -28,12 +28,14 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from fa3.spec import DS_BUFFERS, WARPGROUP_THREADS, WGMMA_ROWS, BackwardSpec
 
 from .forward import DTYPES, REGISTERS
-from .parts import barriers, copies, gradients, layout, products, ptx, scores, softmax, tiles
+from .parts import barriers, copies, gradients, layout, products, scores, softmax, tiles
+from .parts.backward_epilogue import KeyEpilogue
+from .parts.backward_producer import KeyProducer
 from .parts.backward_work import (
     KeyBarriers,
     KeyExtras,
@@ -52,7 +54,7 @@ K, MN = OperandMajorMode.K, OperandMajorMode.MN
 SMEM, RMEM = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
 
-class BackwardKernel:
+class BackwardKernel(KeyProducer, KeyEpilogue):
     """Host launch and device code of one ``BackwardSpec``."""
 
     def __init__(self, spec: BackwardSpec):
@@ -99,6 +101,7 @@ class BackwardKernel:
         dk_strides: tuple,
         dv_strides: tuple,
         softmax_scale: Float32,
+        parts: Int32,
         section: Int32,
         levels: Int32,
         blocks: Int32,
@@ -107,7 +110,8 @@ class BackwardKernel:
         """Build the TMA descriptors and launch.
 
         The first eleven arguments are device addresses; `Rows` explains lse, delta, dq and turns, ``tiles.Supply``
-        the counter. Strides are (batch, row, head) in elements, multiples of 8, addresses of 16 bytes. ``section``
+        the counter. Strides are (batch, row, head) in elements, multiples of 8, addresses of 16 bytes. The query heads
+        of a K/V head come in ``parts``, each of which has its own head of dk and dv. ``section``
         and ``levels`` are explained at ``tiles.place_of_tile``; ``blocks`` thread blocks run. ``extra_numbers`` are
         those of ``extra_types``, in its order.
         """
@@ -119,8 +123,8 @@ class BackwardKernel:
             (k, k_strides, seqlen_k, head_dim, heads_kv),
             (v, v_strides, seqlen_k, head_dim_v, heads_kv),
             (dout, dout_strides, seqlen_q, head_dim_v, heads_q),
-            (dk, dk_strides, seqlen_k, head_dim, heads_kv),
-            (dv, dv_strides, seqlen_k, head_dim_v, heads_kv),
+            (dk, dk_strides, seqlen_k, head_dim, heads_kv * parts),
+            (dv, dv_strides, seqlen_k, head_dim_v, heads_kv * parts),
         ):
             batch_stride, row_stride, head_stride = strides
             shape = (rows, columns, heads, batch)
@@ -140,9 +144,11 @@ class BackwardKernel:
         n_blocks = (seqlen_k + self.tile_n - 1) // self.tile_n
         m_blocks = (seqlen_q + self.tile_m - 1) // self.tile_m
         left, right, chunk = numbers["window"]
+        # The heads of tiles are the parts.
+        heads, group = heads_kv * parts, heads_q // (heads_kv * parts)
         sizes = KeySizes(
-            batch, heads_q, heads_kv, heads_q // heads_kv, m_blocks, n_blocks, m_blocks * (heads_q // heads_kv),
-            section, levels, n_blocks * heads_kv * batch, Mask(seqlen_q, seqlen_k, left, right, chunk),
+            batch, heads_q, heads, parts, group, m_blocks, n_blocks, m_blocks * group, section, levels,
+            n_blocks * heads * batch, Mask(seqlen_q, seqlen_k, left, right, chunk),
         )  # fmt: skip
         # As in the forward: with a cap, scores become the tanh of themselves, and the cap the softmax scale; a
         # score_mod gets real scores, so nothing is left to scale.
@@ -369,117 +375,6 @@ class BackwardKernel:
             me = Consumer(group_index - 1, warp_in_group, thread % 32, False)
             self.attend(sizes, extras, supply, loads, between, rows, me, shared, stores, softmax_scale, scale_log2)
 
-    @cute.jit
-    def work_of(
-        self,
-        sizes: KeySizes,
-        extras: KeyExtras,
-        n_block: Int32,
-        head_kv: Int32,
-        batch_index: Int32,
-        done: Int32,
-        position: Int32,
-    ) -> KeyWork:
-        """Describe a tile of work."""
-        first_key = n_block * self.tile_n
-        last_key = cutlass.min(first_key + self.tile_n, sizes.mask.seqlen_k) - 1
-        begin, end = sizes.mask.query_tiles(first_key, last_key, self.tile_m, self.spec.mask)
-        tiles_per_head = end - begin
-        steps = tiles_per_head * sizes.group
-        if const_expr(self.spec.mask == "full"):
-            # The same, from the host: worked out here they would take registers for all of the kernel.
-            tiles_per_head, steps = sizes.m_blocks, sizes.all_steps
-        return KeyWork(
-            sizes, extras, n_block, head_kv, batch_index, begin, tiles_per_head, steps, done,
-            position,
-        )  # fmt: skip
-
-    def row_tile(self, work: KeyWork, head: Int32, m_block: Int32) -> Int32:
-        """Number of a query tile among those of all heads and batch entries."""
-        return (work.batch_index * work.sizes.heads_q + head) * work.sizes.m_blocks + m_block
-
-    # ---- producer
-
-    @cute.jit
-    def publish_tile(self, sizes: KeySizes, supply: tiles.Supply, number: Int32, tile: Int32) -> tuple:
-        """Work out where the block's tile ``number`` lies, publish it, and return the place."""
-        n_block, head_kv, batch_index = Int32(-1), Int32(0), Int32(0)
-        if tile < sizes.tiles:
-            # In a fixed order a block waits for those before it: with the last keys first, those of a causal mask begin
-            # at once, each a step behind the next.
-            n_block, head_kv, batch_index = tiles.place_of_tile(
-                tile,
-                sizes.n_blocks,
-                sizes.heads_kv,
-                sizes.batch,
-                sizes.section,
-                sizes.levels,
-                self.spec.deterministic,
-            )
-        supply.publish(number, n_block, head_kv, batch_index)
-        return n_block, head_kv, batch_index
-
-    @cute.jit
-    def load(self, sizes: KeySizes, extras: KeyExtras, supply: tiles.Supply, loads: KeyLoads, rows: Rows):
-        """The producer warp: K and V once for each tile, Q and dO, LSE and delta step by step."""
-        done, position = Int32(0), Int32(0)
-        n_block, head_kv, batch_index = self.publish_tile(sizes, supply, done, cute.arch.block_idx()[0])
-        while n_block >= 0:
-            work = self.work_of(sizes, extras, n_block, head_kv, batch_index, done, position)
-            m_block, head = work.first_tile, head_kv * sizes.group
-            # Q first: its stage is free before the consumers have stored dK and dV of the tile before.
-            if work.steps > 0:
-                self.load_rows(work, loads.q, loads.lse, rows.lse, Int32(0), head, m_block, self.spec.stages)
-            self.load_keys(work, loads)
-            for step in cutlass.range(0, work.steps, unroll=1):
-                if step > 0:
-                    self.load_rows(work, loads.q, loads.lse, rows.lse, step, head, m_block, self.spec.stages)
-                self.load_rows(work, loads.dout, loads.delta, rows.delta, step, head, m_block, self.spec.stages_dout)
-                m_block, head = self.next_rows(work, m_block, head)
-            position += work.steps
-            done += 1
-            n_block, head_kv, batch_index = self.publish_tile(sizes, supply, done, supply.fetch())
-
-    @cute.jit
-    def next_rows(self, work: KeyWork, m_block: Int32, head: Int32) -> tuple[Int32, Int32]:
-        """The query tile and head of the step after this one."""
-        m_block = m_block + 1
-        if m_block == work.first_tile + work.tiles_per_head:
-            m_block = work.first_tile
-            head = head + 1
-        return m_block, head
-
-    @cute.jit
-    def load_keys(self, work: KeyWork, loads: KeyLoads):
-        """Bring K and V of a tile as soon as dK and dV of the one before have left their places."""
-        barriers.wait_empty(loads.k.empty, work.done, 1)
-        for load in (loads.k, loads.v):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(load.full, load.bytes * self.key_parts)
-            for part in cutlass.range_constexpr(self.key_parts):
-                source = load.source[None, work.n_block * self.key_parts + part, work.head_kv, work.batch_index]
-                cute.copy(load.tma, source, load.target[None, part], tma_bar_ptr=load.full)
-
-    @cute.jit
-    def load_rows(
-        self,
-        work: KeyWork,
-        load: Load,
-        statistics: cute.Tensor,
-        address: Int64,
-        step: Int32,
-        head: Int32,
-        m_block: Int32,
-        stages: cutlass.Constexpr,
-    ):
-        """Bring a tile of Q or dO, and what belongs to its rows, as soon as a stage is free."""
-        position = work.position + step
-        barriers.wait_empty(load.empty, position, stages)
-        stage = barriers.stage_of(position, stages)
-        copies.issue(load, stage, m_block, head, work.batch_index)
-        source = address + 4 * self.tile_m * Int64(self.row_tile(work, head, m_block))
-        copies.issue_bulk(load.full + stage, source, statistics[None, stage])
-
     # ---- consumers
 
     @cute.jit
@@ -500,9 +395,9 @@ class BackwardKernel:
         """One consumer warpgroup: its keys, or its columns, of each tile of the block."""
         operands = self.make_operands(shared, me)
         done, position = Int32(0), Int32(0)
-        n_block, head_kv, batch_index = supply.take(done)
+        n_block, head, batch_index = supply.take(done)
         while n_block >= 0:
-            work = self.work_of(sizes, extras, n_block, head_kv, batch_index, done, position)
+            work = self.work_of(sizes, extras, n_block, head, batch_index, done, position)
             operands.dk.fill(0.0)
             operands.dv.fill(0.0)
             barriers.wait_full(loads.k.full, done, 1)
@@ -520,7 +415,7 @@ class BackwardKernel:
                 barriers.release(loads.k.empty, done, 1)
             position += work.steps
             done += 1
-            n_block, head_kv, batch_index = supply.take(done)
+            n_block, head, batch_index = supply.take(done)
 
     def accumulator(self, mma: cute.TiledMma, columns: int) -> cute.Tensor:
         """Registers for a product of 64 rows. Those that live no longer than a step are made anew in each.
@@ -587,7 +482,7 @@ class BackwardKernel:
         scale_log2: Float32,
     ):
         """The main loop over the query tiles of one tile of keys."""
-        m_block, head = work.first_tile, work.head_kv * work.sizes.group
+        m_block, head = work.first_tile, work.head * work.sizes.group
         before = m_block, head
         self.step(work, Int32(0), m_block, head, before, loads, between, rows, me, shared, operands, scale_log2, True)
         for step in cutlass.range(1, work.steps, unroll=1):
@@ -747,7 +642,7 @@ class BackwardKernel:
         p: cute.Tensor,
         scale_log2: Float32,
     ):
-        """P, rounded into ``p``. Of the scores is left what their derivatives are taken at, if something changed them."""
+        """P, rounded into ``p``. Of the scores is left what their derivatives are taken at, if any changed them."""
         spec, extras = self.spec, work.extras
         values = cute.make_tensor(raw_scores.iterator, cute.make_layout(cute.size(raw_scores)))
         if const_expr(spec.modified):
@@ -791,97 +686,6 @@ class BackwardKernel:
         cute.arch.sync_warp()
         barriers.release(full, position, DS_BUFFERS)
 
-    @cute.jit
-    def write(self, rounded: cute.Tensor, tile: cute.Tensor, me: Consumer):
-        """Write an accumulator, rounded, to a (64, columns) tile in shared memory."""
-        columns = cute.size(tile, mode=[1])
-        mma = products.make_mma(self.dtype, columns, RMEM, MN)
-        copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
-        copy_slice = copy.get_slice(32 * me.warp + me.lane)
-        values = cute.make_tensor(rounded.iterator, cute.make_layout(mma.partition_shape_C((WGMMA_ROWS, columns))))
-        cute.copy(copy, copy_slice.retile(values), copy_slice.partition_D(tile))
-
-    @cute.jit
-    def add_dq(
-        self,
-        work: KeyWork,
-        rows: Rows,
-        head: Int32,
-        m_block: Int32,
-        me: Consumer,
-        shared: KeyShared,
-        dq: cute.Tensor,
-    ):
-        """Add the warpgroup's part of a dQ tile to its sums.
-
-        The sums of a tile are those of the warpgroups' parts one after the other; of a part, four registers of every
-        thread come first, then the next four: a warp adds to 512 bytes at a time.
-        """
-        tile = self.groups * self.row_tile(work, head, m_block) + me.group
-        chunks = cute.size(dq) // 4
-        thread = 32 * me.warp + me.lane
-        address = rows.dq + 16 * (Int64(tile) * (chunks * WARPGROUP_THREADS) + thread)
-        if const_expr(self.spec.deterministic):
-            self.pass_turn(me, shared)
-            if thread == 0:
-                turn_address, turn = rows.turns + 4 * Int64(tile), self.turn_of(work, m_block)
-                current = ptx.load_acquire(turn_address)
-                while current != turn:
-                    current = ptx.load_acquire(turn_address)
-                shared.turns[0, me.group] = turn_address
-                shared.turns[1, me.group] = Int64(turn + 1)
-            barriers.sync_group(me.group)
-        for i in cutlass.range_constexpr(chunks):
-            ptx.add_to_memory(address + 16 * WARPGROUP_THREADS * i, dq, 4 * i)
-
-    @cute.jit
-    def pass_turn(self, me: Consumer, shared: KeyShared):
-        """Let the next block add to the tile of dQ that this warpgroup added to last.
-
-        Called a step later, when the sums have long arrived: then the fence hardly waits for them.
-        """
-        cute.arch.fence_acq_rel_gpu()
-        barriers.sync_group(me.group)
-        if me.warp == 0 and me.lane == 0:
-            turn_address = shared.turns[0, me.group]
-            if turn_address != 0:
-                ptx.store_release(turn_address, Int32(shared.turns[1, me.group]))
-            shared.turns[0, me.group] = Int64(0)
-
-    @cute.jit
-    def turn_of(self, work: KeyWork, m_block: Int32) -> Int32:
-        """How many blocks add to a dQ tile before this one, where the order is fixed: that of the tiles of work."""
-        end = work.sizes.n_blocks
-        if const_expr(self.spec.mask != "full"):
-            mask = work.sizes.mask
-            last_query = cutlass.min((m_block + 1) * self.tile_m, mask.seqlen_q) - 1
-            _, end = mask.key_tiles(m_block * self.tile_m, last_query, self.tile_n, self.spec.mask)
-        return end - 1 - work.n_block
-
-    @cute.jit
-    def store(
-        self,
-        work: KeyWork,
-        me: Consumer,
-        values: cute.Tensor,
-        columns: cutlass.Constexpr,
-        store: tuple,
-    ):
-        """Send dK or dV of the warpgroup through its place in shared memory."""
-        tile, tma, source, target = store
-        rounded = cute.make_rmem_tensor(values.layout, self.dtype)
-        products.round_to(self.dtype, values, rounded)
-        self.write(rounded, tile[None, None, me.group], me)
-        # Ordinary writes must be visible to TMA before the thread that issues the store goes on.
-        cute.arch.fence_proxy("async.shared", space="cta")
-        barriers.sync_group(me.group)
-        if me.warp == 0:
-            key_tile, part = work.n_block, me.group
-            if const_expr(self.spec.split_keys):
-                key_tile, part = work.n_block * self.key_parts + me.group, Int32(0)
-            cute.copy(tma, source[None, me.group], target[None, key_tile, part, work.head_kv, work.batch_index])
-            cute.arch.cp_async_bulk_commit_group()
-
 
 def compile_backward(spec: BackwardSpec, options: str) -> Any:
     """Compile the spec's host entry; needs no GPU."""
@@ -895,7 +699,7 @@ def compile_backward(spec: BackwardSpec, options: str) -> Any:
         *[Int32(1)] * 7,
         *strides,
         Float32(1.0),
-        *[Int32(1)] * 3,
+        *[Int32(1)] * 4,
         extras or None,
         options=options,
     )

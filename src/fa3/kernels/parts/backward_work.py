@@ -12,16 +12,18 @@ from .work import Load
 
 
 class KeySizes(NamedTuple):
-    """Sizes of the launch, the same for every block. A tile of work is ``tile_n`` keys of one K/V head."""
+    """Sizes of the launch, the same for every block. A tile of work is ``tile_n`` keys of one head of tiles."""
 
     batch: Int32
     heads_q: Int32
-    heads_kv: Int32
-    #: Query heads that share a K/V head.
+    #: Heads of tiles: the query heads of a K/V head come in ``parts``, and each part is one.
+    heads: Int32
+    parts: Int32
+    #: Query heads of a head of tiles.
     group: Int32
     m_blocks: Int32
     n_blocks: Int32
-    #: Query tiles of the heads of a group.
+    #: Query tiles of the query heads of a head of tiles.
     all_steps: Int32
     section: Int32
     levels: Int32
@@ -59,7 +61,7 @@ class KeyWork(NamedTuple):
     sizes: KeySizes
     extras: KeyExtras
     n_block: Int32
-    head_kv: Int32
+    head: Int32
     batch_index: Int32
     #: The first query tile, and how many of each head.
     first_tile: Int32
@@ -68,6 +70,10 @@ class KeyWork(NamedTuple):
     #: Tiles that this block has done before, and the steps that went through the stages for them.
     done: Int32
     position: Int32
+
+    def row_tile(self, head: Int32, m_block: Int32) -> Int32:
+        """Number of a query tile among those of all query heads and batch entries."""
+        return (self.batch_index * self.sizes.heads_q + head) * self.sizes.m_blocks + m_block
 
 
 class KeyLoads(NamedTuple):
