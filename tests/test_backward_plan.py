@@ -12,10 +12,13 @@ from hypothesis import assume, given, settings
 from fa3.backward_plan import (
     BACKWARD_MODIFIED,
     BACKWARD_TILES,
+    FEW_ROUNDS,
     backward_class,
     backward_flops,
     backward_order,
     backward_specs,
+    backward_tiles,
+    group_parts,
     make_backward_specs,
     plan_backward,
     why_no_backward,
@@ -50,19 +53,20 @@ def test_wide_values_are_computed_in_parts_of_the_widest_class(head_dim_v):
     assert backward_class(72, head_dim_v) == (256, 256)
 
 
-@pytest.mark.parametrize("table", [BACKWARD_TILES, BACKWARD_MODIFIED], ids=["plain", "modified"])
-def test_every_class_has_tiles_with_a_reason(table):
-    assert set(table) == set(BACKWARD_CLASSES)
-    assert all(tiles.reason for tiles in table.values())
+def test_every_class_has_tiles_with_a_reason_under_every_mask():
+    assert set(BACKWARD_TILES) == set(BACKWARD_MODIFIED) == set(BACKWARD_CLASSES)
+    assert all(set(masks) == set(MASKS) for masks in BACKWARD_TILES.values())
+    for kind, mask, modified in itertools.product(BACKWARD_CLASSES, MASKS, (False, True)):
+        assert backward_tiles(kind, mask, modified).reason
 
 
-@pytest.mark.parametrize("table", [BACKWARD_TILES, BACKWARD_MODIFIED], ids=["plain", "modified"])
+@pytest.mark.parametrize("modified", [False, True], ids=["plain", "modified"])
 @pytest.mark.parametrize("kind", BACKWARD_CLASSES, ids=str)
 @pytest.mark.parametrize("dtype", ELEMENT_BYTES)
-def test_every_class_fits_shared_memory_and_registers(dtype, kind, table):
+def test_every_class_fits_shared_memory_and_registers(dtype, kind, modified):
     for mask, deterministic in itertools.product(MASKS, (False, True)):
-        features = {"softcap": True} if table is BACKWARD_MODIFIED else {}
-        specs = make_backward_specs(dtype, kind, mask, table[kind], deterministic=deterministic, **features)
+        tiles = backward_tiles(kind, mask, modified, deterministic)
+        specs = make_backward_specs(dtype, kind, mask, tiles, deterministic=deterministic, softcap=modified)
         for spec in specs:
             spec.validate()
             assert spec.shared_bytes <= SHARED_MEMORY_PER_BLOCK
@@ -74,8 +78,8 @@ def test_every_class_fits_shared_memory_and_registers(dtype, kind, table):
 
 
 def test_the_three_kernels_agree_on_dtype_columns_and_rows():
-    for (kind, tiles), mask in itertools.product(BACKWARD_TILES.items(), MASKS):
-        prepare, main, finish = make_backward_specs("bf16", kind, mask, tiles)
+    for kind, mask in itertools.product(BACKWARD_CLASSES, MASKS):
+        prepare, main, finish = make_backward_specs("bf16", kind, mask, backward_tiles(kind, mask))
         assert (prepare.dtype, prepare.head_dim, prepare.head_dim_v, prepare.tile_m) == (
             main.dtype,
             main.head_dim,
@@ -98,14 +102,17 @@ def test_every_plan_is_of_kernels_that_exist_and_compute_the_problem(problem):
             spec.validate()
         main = result.main
         columns = problem.head_dim + (problem.head_dim_v if problem.qv else 0)
-        assert (main.dtype, main.mask, main.softcap) == (problem.dtype, problem.mask, problem.softcap > 0)
+        assert (main.dtype, main.softcap) == (problem.dtype, problem.softcap > 0)
+        # Or a window as wide as the sequences.
+        assert main.mask in (problem.mask, "window")
         assert main.head_dim >= columns
         assert main.head_dim_v >= min(problem.head_dim_v, 256)
         assert (main.score_mod, main.mask_mod) == (problem.score_mod, problem.mask_mod)
         assert (main.score_aux, main.mask_aux) == (",".join(problem.score_aux), ",".join(problem.mask_aux))
         assert main.derivative == ("one:derivative" if problem.score_mod else "")
         assert main.deterministic == deterministic
-        assert result.order == backward_order(problem, main, H200)
+        assert result.parts == group_parts(problem, main, H200)
+        assert result.order == backward_order(problem, main, H200, result.parts)
         assert result.flops == backward_flops(problem)
 
 
@@ -157,19 +164,14 @@ def test_a_fixed_order_is_another_main_kernel_and_nothing_else():
     assert either[0].order == either[1].order
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_in_a_fixed_order_the_last_keys_come_first_where_a_mask_hides_some(mask):
-    problem = problem_of(**OF_A_MASK[mask])
-    assert not plan_backward(problem, H200).last_first
-    assert plan_backward(problem, H200, deterministic=True).last_first == (mask != "full")
-
-
 def test_reasons_speak_of_the_choices_that_were_made():
     planned = plan_backward(problem_of(causal=True), H200)
-    tiles, order = planned.reasons
+    tiles, parts, order = planned.reasons
     main = planned.main
     assert f"{main.tile_m} queries x {main.tile_n} keys in {main.stages} stages" in tiles
-    assert BACKWARD_TILES[128, 128].reason in tiles
+    assert BACKWARD_TILES[128, 128]["causal"].reason in tiles
+    assert planned.parts > 1
+    assert f"the 4 query heads of a K/V head in {planned.parts} parts" in parts
     assert order == planned.order.reason
     assert f"{planned.order.tiles} tiles of keys for {planned.order.blocks} persistent blocks" in order
 
@@ -208,11 +210,29 @@ def test_every_key_tile_of_every_head_is_a_tile_of_work_and_blocks_are_no_more_t
     planned = plan_backward(problem, H200)
     order, tile_n = planned.order, planned.main.tile_n
     per_head = math.ceil(problem.seqlen_k / tile_n)
-    heads = problem.heads_kv * problem.batch
+    heads = problem.heads_kv * problem.batch * planned.parts
     assert order.tiles == per_head * heads
     assert order.levels == per_head, "a head's keys are done before the next section's turn"
     assert 1 <= order.section <= heads
     assert 1 <= order.blocks <= min(order.tiles, max(1, H200.sm_count - problem.sm_margin))
+
+
+@settings(max_examples=200, deadline=None)
+@given(plain_problems())
+def test_the_query_heads_of_a_key_head_come_in_as_few_parts_as_fill_the_card(problem):
+    planned = plan_backward(problem, H200)
+    tiles = planned.order.tiles // planned.parts
+    assert problem.group_size % planned.parts == 0, "parts are alike"
+    wanted = FEW_ROUNDS * max(1, H200.sm_count - problem.sm_margin)
+    fewer = [n for n in range(1, planned.parts) if problem.group_size % n == 0]
+    assert all(tiles * n < wanted for n in fewer)
+    assert tiles * planned.parts >= wanted or planned.parts == problem.group_size
+
+
+def test_heads_that_share_no_keys_and_long_sequences_have_one_part():
+    assert plan_backward(problem_of(seqlen_k=1, heads_q=4, heads_kv=4), H200).parts == 1
+    assert plan_backward(problem_of(seqlen_k=100_000), H200).parts == 1
+    assert plan_backward(problem_of(batch=1, seqlen_k=1, heads_q=12, heads_kv=1), H200).parts == 12
 
 
 def test_heads_run_side_by_side_as_long_as_l2_holds_what_they_read_and_add_to():

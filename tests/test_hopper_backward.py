@@ -63,7 +63,7 @@ def test_the_kernels_run_one_after_the_other_on_one_stream(kernels):
 
 
 def test_the_kernels_get_sizes_strides_and_addresses_of_what_they_read_and_write(kernels):
-    q, k, v = tensors()
+    q, k, v = tensors(heads_kv=4)
     given = dout, out, lse = results_of(q, v)
     dlse = torch.randn_like(lse)
     dq, dk, dv, dsink, dqv = backward(q, k, v, dlse=dlse, given=given)
@@ -76,12 +76,12 @@ def test_the_kernels_get_sizes_strides_and_addresses_of_what_they_read_and_write
         assert main[f"{name}_strides"] == contiguous(tensor), name
     assert (prepare["out_strides"], prepare["dout_strides"]) == (contiguous(out), contiguous(dout))
     assert (finish["dq"], finish["dq_strides"]) == (dq.data_ptr(), contiguous(dq))
-    assert [main[name] for name in ARGUMENTS[BackwardSpec][12:19]] == [2, 100, 130, 4, 2, 128, 128]
+    assert [main[name] for name in ARGUMENTS[BackwardSpec][12:19]] == [2, 100, 130, 4, 4, 128, 128]
     assert [prepare[name] for name in ("batch", "seqlen_q", "heads", "head_dim_v")] == [2, 100, 4, 128]
     assert [finish[name] for name in ("batch", "seqlen_q", "heads", "head_dim")] == [2, 100, 4, 128]
     for call in (main, finish):
         assert call["softmax_scale"] == pytest.approx(1 / math.sqrt(128))
-    assert main["extra_numbers"] is None
+    assert (main["parts"], main["extra_numbers"]) == (1, None)
     for gradient, tensor in ((dq, q), (dk, k), (dv, v)):
         assert gradient.shape == tensor.shape
         assert gradient.dtype == tensor.dtype
@@ -246,14 +246,14 @@ def test_rows_that_see_no_key_reach_no_kernel_whatever_they_hold(kernels, option
 
 
 def test_qv_is_more_columns_of_q_and_v_as_many_more_of_k(kernels):
-    q, k, v = tensors(head_dim=64)
+    q, k, v = tensors(head_dim=64, heads_kv=4)
     qv = torch.randn(2, 100, 4, 64).to(q.dtype)
     seen = {}
 
     def look(call):
         if type(call["spec"]) is BackwardSpec:
             seen["q"] = memory(call["q"], 2 * q.numel(), q.dtype).view(2, 100, 4, 128)
-            seen["k"] = memory(call["k"], 2 * k.numel(), k.dtype).view(2, 130, 2, 128)
+            seen["k"] = memory(call["k"], 2 * k.numel(), k.dtype).view(2, 130, 4, 128)
             fill(call["dk"], 2 * k.numel(), 2.0)
             fill(call["dv"], v.numel(), 3.0)
         elif type(call["spec"]) is FinishSpec:
@@ -333,7 +333,7 @@ def test_a_sink_gets_minus_its_probability_times_delta_over_all_rows(kernels):
 
 
 def test_wide_values_go_in_parts_of_columns_whose_shares_are_added(kernels):
-    q, k, v = tensors(head_dim=64, head_dim_v=512)
+    q, k, v = tensors(head_dim=64, head_dim_v=512, heads_kv=4)
     dout, out, lse = results_of(q, v)
     dlse = torch.randn_like(lse)
     seen = []
@@ -367,6 +367,51 @@ def test_the_last_part_has_the_columns_that_are_left(kernels):
     backward(*tensors(head_dim=64, head_dim_v=264))
     assert [call["head_dim_v"] for call in kernels.of(BackwardSpec)] == [256, 8]
     assert [call["head_dim_v"] for call in kernels.of(PrepareSpec)] == [256, 8]
+
+
+# Parts of the query heads of a K/V head -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["new", "given"])
+def test_each_part_of_a_group_has_a_dk_and_a_dv_of_its_own_which_are_added(kernels, into):
+    q, k, v = tensors(heads_q=8, heads_kv=2, head_dim=64, head_dim_v=128)
+    given = tuple(torch.zeros(*x.shape[:3], x.shape[3] + 8, dtype=x.dtype)[..., :-8] for x in (q, k, v))
+
+    def look(call):
+        if type(call["spec"]) is BackwardSpec:
+            assert call["parts"] == 4
+            # (batch, row, head) strides of as many heads as there are parts.
+            assert call["dk_strides"] == (130 * 8 * 64, 8 * 64, 64)
+            assert call["dv_strides"] == (130 * 8 * 128, 8 * 128, 128)
+            for name, columns, scale in (("dk", 64, 1), ("dv", 128, 2)):
+                heads = scale * torch.arange(8.0).bfloat16()[None, None, :, None]
+                write(call[name], heads.expand(2, 130, 8, columns).contiguous())
+
+    kernels.look = look
+    _, dk, dv, _, _ = backward(q, k, v, into=given if into else None)
+    # Those of a K/V head stand next to each other.
+    expected = torch.tensor([0.0 + 1 + 2 + 3, 4.0 + 5 + 6 + 7])[:, None]
+    for gradient, tensor, scale in ((dk, k, 1), (dv, v, 2)):
+        assert gradient.shape == tensor.shape
+        assert (gradient.float() == scale * expected).all()
+    if into:
+        assert dk is given[1]
+        assert dv is given[2]
+
+
+def test_parts_of_groups_and_of_wide_values_go_together(kernels):
+    q, k, v = tensors(heads_q=8, heads_kv=2, head_dim=64, head_dim_v=512)
+
+    def look(call):
+        if type(call["spec"]) is BackwardSpec:
+            fill(call["dk"], 4 * k.numel(), 1.0 + len(kernels.of(BackwardSpec)))
+
+    kernels.look = look
+    _, dk, _, _, _ = backward(q, k, v)
+    first, second = kernels.of(BackwardSpec)
+    assert first["parts"] == second["parts"] == 4
+    assert second["dv"] - first["dv"] == 2 * 256
+    assert (dk == 4 * (2.0 + 3.0)).all()
 
 
 # Empty problems ---------------------------------------------------------------------------------------------------
@@ -455,12 +500,6 @@ def test_each_part_of_wide_values_begins_with_new_turns(kernels):
     kernels.look = look
     backward(*tensors(head_dim=64, head_dim_v=512), deterministic=True)
     assert len(kernels.of(BackwardSpec)) == 2
-
-
-@pytest.mark.parametrize(("causal", "last_first"), [(False, 0), (True, 1)])
-def test_the_last_keys_come_first_in_a_fixed_order_under_a_causal_mask(kernels, causal, last_first):
-    backward(*tensors(), causal=causal, deterministic=True)
-    assert kernels.one(BackwardSpec)["last_first"] == last_first
 
 
 # Memory of calls --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A small call of every shipped bf16 kernel, and its gradients, to be run under compute-sanitizer: see ``make sanitize``.
+"""One small call of every shipped bf16 kernel, to be run under compute-sanitizer: see ``make sanitize``.
 
 Lengths are multiples of nothing, so that every kernel runs its tails, and each has rows without keys.
 """
