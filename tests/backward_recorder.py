@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -96,3 +97,18 @@ def backward(
     dout, out, lse = given or results_of(q, v)
     asked = Options(**options) if options else None
     return hopper_backward.backward(dout, dlse, q, k, v, out, lse, softmax_scale, causal, asked, into)
+
+
+def contiguous(tensor: Tensor) -> tuple[int, ...]:
+    """(batch, row, head) strides, as kernels take them."""
+    return tensor.stride()[:3]
+
+
+def write(address: int, values: Tensor) -> None:
+    """What a kernel would have written."""
+    ctypes.memmove(address, values.data_ptr(), values.nbytes)
+
+
+def fill(address: int, count: int, value: float) -> None:
+    """The same value everywhere, in bf16."""
+    write(address, torch.full((count,), value, dtype=torch.bfloat16))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import math
 
 import pytest
 import torch
 
-from backward_recorder import ARGUMENTS, backward, install, results_of
-from fa3 import mods
+from backward_recorder import ARGUMENTS, backward, contiguous, fill, install, results_of, write
 from fa3.backends import hopper, hopper_backward
 from fa3.plan import H200
 from fa3.spec import BackwardSpec, FinishSpec, PrepareSpec
-from recorder import block_mask, memory, tensors
+from recorder import memory, tensors
 
 KINDS = [PrepareSpec, BackwardSpec, FinishSpec]
 
@@ -29,21 +27,6 @@ def fixed_order():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def contiguous(tensor):
-    """(batch, row, head) strides, as kernels take them."""
-    return tensor.stride()[:3]
-
-
-def write(address, values):
-    """What a kernel would have written."""
-    ctypes.memmove(address, values.data_ptr(), values.nbytes)
-
-
-def fill(address, count, value):
-    """The same value everywhere, in bf16."""
-    write(address, torch.full((count,), value, dtype=torch.bfloat16))
 
 
 def test_the_recorder_takes_the_arguments_of_the_kernels():
@@ -240,209 +223,6 @@ def test_rows_that_see_no_key_reach_no_kernel_whatever_they_hold(kernels, option
         assert (found[:, :hidden] == 0).all()
         assert torch.equal(found[:, hidden:], tensor[:, hidden:])
         assert torch.equal(tensor.view(torch.int16), before.view(torch.int16)), "what is given is not written to"
-
-
-# Options ----------------------------------------------------------------------------------------------------------
-
-
-def test_qv_is_more_columns_of_q_and_v_as_many_more_of_k(kernels):
-    q, k, v = tensors(head_dim=64, heads_kv=4)
-    qv = torch.randn(2, 100, 4, 64).to(q.dtype)
-    seen = {}
-
-    def look(call):
-        if type(call["spec"]) is BackwardSpec:
-            seen["q"] = memory(call["q"], 2 * q.numel(), q.dtype).view(2, 100, 4, 128)
-            seen["k"] = memory(call["k"], 2 * k.numel(), k.dtype).view(2, 130, 4, 128)
-            fill(call["dk"], 2 * k.numel(), 2.0)
-            fill(call["dv"], v.numel(), 3.0)
-        elif type(call["spec"]) is FinishSpec:
-            fill(call["dq"], 2 * q.numel(), 1.0)
-
-    kernels.look = look
-    dq, dk, dv, dsink, dqv = backward(q, k, v, qv=qv)
-    assert torch.equal(seen["q"], torch.cat([q, qv], dim=-1))
-    assert torch.equal(seen["k"], torch.cat([k, v], dim=-1))
-    main, finish = kernels.one(BackwardSpec), kernels.one(FinishSpec)
-    assert (main["head_dim"], main["head_dim_v"], finish["head_dim"]) == (128, 64, 128)
-    assert (main["spec"].head_dim, main["spec"].head_dim_v) == (128, 128)
-    assert main["softmax_scale"] == pytest.approx(1 / math.sqrt(128))
-    assert main["extra_numbers"] is None
-    # v has a gradient as values, and one as keys.
-    assert [x.unique().tolist() for x in (dq, dk, dv, dqv)] == [[1.0], [2.0], [5.0], [1.0]]
-    assert dqv.shape == qv.shape
-    assert dsink is None
-
-
-@pytest.mark.parametrize(
-    ("options", "extras"),
-    [
-        ({"window_left": 10, "window_right": 5}, (10, 5, 0)),
-        ({"window_left": 10}, (10, 100, 0)),
-        ({"attention_chunk": 7, "causal": True}, (130, 0, 7)),
-        ({"softcap": 5.0}, (5.0,)),
-        ({"window_left": 10, "softcap": 5.0}, (10, 100, 0, 5.0)),
-    ],
-    ids=str,
-)
-def test_bounds_and_caps_go_to_the_main_kernel(kernels, options, extras):
-    backward(*tensors(), **options)
-    assert kernels.one(BackwardSpec)["extra_numbers"] == extras
-
-
-def test_modifications_go_to_the_main_kernel_with_their_derivative_and_tensors(kernels):
-    bias, ids = torch.zeros(4, 9), torch.zeros(2, 130, dtype=torch.int32)
-    backward(*tensors(), score_mod=mods.relative_bias(bias), mask_mod=mods.document(ids))
-    main = kernels.one(BackwardSpec)
-    assert main["extra_numbers"] == (bias.data_ptr(), 4, 9, ids.data_ptr(), 2, 130)
-    assert main["spec"].score_mod == "fa3.kernels.mods:relative_bias"
-    assert main["spec"].derivative == "fa3.kernels.mods:additive"
-    assert main["spec"].mask_mod == "fa3.kernels.mods:document"
-
-
-def test_block_masks_and_wide_dtypes_have_no_kernels_and_say_so(kernels):
-    with pytest.raises(NotImplementedError, match=r"no gradient for this call: block_mask"):
-        backward(*tensors(), block_mask=block_mask(heads=4))
-    with pytest.raises(NotImplementedError, match=r"no gradient for this call: dtype fp32"):
-        backward(*tensors(dtype=torch.float32))
-    assert not kernels.specs
-
-
-def test_a_sink_gets_minus_its_probability_times_delta_over_all_rows(kernels):
-    q, k, v = tensors(batch=1, heads_q=2, heads_kv=1)
-    dout, out, _ = results_of(q, v)
-    sink = torch.tensor([0.5, -1.0])
-    lse = torch.full((1, 2, 100), 2.0)
-
-    def look(call):
-        if type(call["spec"]) is PrepareSpec:
-            rows = math.ceil(100 / call["spec"].tile_m) * call["spec"].tile_m
-            delta = torch.ones(2, rows)
-            delta[:, 100:] = math.nan  # rows that are none
-            write(call["delta"], delta)
-
-    kernels.look = look
-    *_, dsink, _ = backward(q, k, v, given=(dout, out, lse), sink=sink)
-    torch.testing.assert_close(dsink, -100 * torch.exp(sink - 2.0))
-    # Of a row that sees the sink alone the probability is 1, of a sink of +inf too.
-    *_, dsink, _ = backward(q, k, v, given=(dout, out, torch.full((1, 2, 100), math.inf)), sink=sink + math.inf)
-    assert dsink.tolist() == [-100, -100]
-
-
-# Values in parts --------------------------------------------------------------------------------------------------
-
-
-def test_wide_values_go_in_parts_of_columns_whose_shares_are_added(kernels):
-    q, k, v = tensors(head_dim=64, head_dim_v=512, heads_kv=4)
-    dout, out, lse = results_of(q, v)
-    dlse = torch.randn_like(lse)
-    seen = []
-
-    def look(call):
-        spec = call["spec"]
-        if type(spec) is PrepareSpec:
-            rows = math.ceil(100 / spec.tile_m) * spec.tile_m
-            write(call["dq"], torch.ones(2 * 4 * rows * spec.head_dim))
-        elif type(spec) is BackwardSpec:
-            fill(call["dk"], k.numel(), 1.0 + len(kernels.of(BackwardSpec)))
-        else:
-            seen.append(memory(call["sums"], 100, torch.float32))
-
-    kernels.look = look
-    _, dk, dv, _, _ = backward(q, k, v, dlse=dlse, given=(dout, out, lse))
-    assert [type(call["spec"]) for call in kernels.calls] == [*KINDS[:2], *KINDS]
-    first, second = kernels.of(BackwardSpec)
-    for name, tensor in (("v", v), ("dout", dout), ("dv", dv)):
-        assert [call[name] - tensor.data_ptr() for call in (first, second)] == [0, 2 * 256], name
-        assert first[f"{name}_strides"] == second[f"{name}_strides"] == contiguous(tensor)
-    assert [call["out"] - out.data_ptr() for call in kernels.of(PrepareSpec)] == [0, 2 * 256]
-    assert [call["head_dim_v"] for call in (first, second)] == [256, 256]
-    # The LSE has one gradient, which is not counted twice.
-    assert [call["dlse"] for call in kernels.of(PrepareSpec)] == [dlse.data_ptr(), 0]
-    assert (dk == 5.0).all()
-    assert (seen[0] == 2.0).all()
-
-
-def test_the_last_part_has_the_columns_that_are_left(kernels):
-    backward(*tensors(head_dim=64, head_dim_v=264))
-    assert [call["head_dim_v"] for call in kernels.of(BackwardSpec)] == [256, 8]
-    assert [call["head_dim_v"] for call in kernels.of(PrepareSpec)] == [256, 8]
-
-
-# Parts of the query heads of a K/V head -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("into", [False, True], ids=["new", "given"])
-def test_each_part_of_a_group_has_a_dk_and_a_dv_of_its_own_which_are_added(kernels, into):
-    q, k, v = tensors(heads_q=8, heads_kv=2, head_dim=64, head_dim_v=128)
-    given = tuple(torch.zeros(*x.shape[:3], x.shape[3] + 8, dtype=x.dtype)[..., :-8] for x in (q, k, v))
-
-    def look(call):
-        if type(call["spec"]) is BackwardSpec:
-            assert call["parts"] == 4
-            # (batch, row, head) strides of as many heads as there are parts.
-            assert call["dk_strides"] == (130 * 8 * 64, 8 * 64, 64)
-            assert call["dv_strides"] == (130 * 8 * 128, 8 * 128, 128)
-            for name, columns, scale in (("dk", 64, 1), ("dv", 128, 2)):
-                heads = scale * torch.arange(8.0).bfloat16()[None, None, :, None]
-                write(call[name], heads.expand(2, 130, 8, columns).contiguous())
-
-    kernels.look = look
-    _, dk, dv, _, _ = backward(q, k, v, into=given if into else None)
-    # Those of a K/V head stand next to each other.
-    expected = torch.tensor([0.0 + 1 + 2 + 3, 4.0 + 5 + 6 + 7])[:, None]
-    for gradient, tensor, scale in ((dk, k, 1), (dv, v, 2)):
-        assert gradient.shape == tensor.shape
-        assert (gradient.float() == scale * expected).all()
-    if into:
-        assert dk is given[1]
-        assert dv is given[2]
-
-
-def test_parts_of_groups_and_of_wide_values_go_together(kernels):
-    q, k, v = tensors(heads_q=8, heads_kv=2, head_dim=64, head_dim_v=512)
-
-    def look(call):
-        if type(call["spec"]) is BackwardSpec:
-            fill(call["dk"], 4 * k.numel(), 1.0 + len(kernels.of(BackwardSpec)))
-
-    kernels.look = look
-    _, dk, _, _, _ = backward(q, k, v)
-    first, second = kernels.of(BackwardSpec)
-    assert first["parts"] == second["parts"] == 4
-    assert second["dv"] - first["dv"] == 2 * 256
-    assert (dk == 4 * (2.0 + 3.0)).all()
-
-
-# Empty problems ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "sizes", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"heads_q": 0, "heads_kv": 0}], ids=str
-)
-def test_empty_problems_launch_nothing_and_have_gradients_of_zero(kernels, sizes):
-    q, k, v = tensors(**sizes)
-    qv = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)
-    into = tuple(torch.full_like(x, math.nan) for x in (q, k, v))
-    for options in ({}, {"into": into}):
-        *gradients, dsink, dqv = backward(q, k, v, **options)
-        for gradient, tensor in zip(gradients, (q, k, v), strict=True):
-            assert gradient.shape == tensor.shape
-            assert (gradient == 0).all()
-        assert dsink is dqv is None
-    *_, dqv = backward(*tensors(**sizes, head_dim=64), qv=qv[..., :64].contiguous())
-    assert (dqv == 0).all()
-    assert not kernels.calls
-    assert not kernels.specs, "nothing is compiled for them"
-
-
-def test_without_keys_a_sink_is_the_lse_and_has_its_gradient(kernels):
-    q, k, v = tensors(seqlen_k=0)
-    sink, dlse = torch.randn(4), torch.randn(2, 4, 100)
-    *_, dsink, _ = backward(q, k, v, sink=sink, dlse=dlse)
-    torch.testing.assert_close(dsink, dlse.sum((0, 2)))
-    *_, dsink, _ = backward(q, k, v, sink=sink)
-    assert not dsink.any()
 
 
 # Determinism ------------------------------------------------------------------------------------------------------

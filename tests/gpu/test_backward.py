@@ -1,11 +1,10 @@
-"""Gradients on a Hopper GPU: values against the float64 oracle, and as a guest of PyTorch."""
+"""Gradients on a Hopper GPU: values against the float64 oracle, and repeats of them."""
 
 import math
 import random
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import fa3
 from fa3 import mods
@@ -391,112 +390,6 @@ def test_200_repeats_in_no_fixed_order_differ_by_one_rounding_of_dq_at_most(make
     largest = first["q"].abs().max().item()
     assert farthest.item() <= torch.finfo(q.dtype).eps * 2.0 ** math.floor(math.log2(largest))
     assert_gradients_accurate(first, dout, None, q, k, v, causal=True)
-
-
-# A guest of PyTorch -----------------------------------------------------------------------------------------------
-
-#: Clock cycles of `torch.cuda._sleep`: about 50 ms, longer than any test needs to run ahead.
-LONG = 100_000_000
-
-
-def test_torch_compile_keeps_forward_and_backward_in_one_graph_each(make):
-    tensors = make(2, 300, 400)
-    dout = torch.randn_like(tensors[0])
-
-    def loss(q, k, v):
-        out, lse = fa3.flash_attn_func(q * 2, k, v, causal=True, return_lse=True, deterministic=True)
-        return (out * dout).sum() + lse.sum()
-
-    results = []
-    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        leaves = [x.detach().clone().requires_grad_() for x in tensors]
-        function(*leaves).backward()
-        results.append([x.grad for x in leaves])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
-def test_activation_checkpointing_gives_the_same_gradients(make):
-    tensors = make(2, 300, 400)
-    dout = torch.randn_like(tensors[0])
-
-    def attend(q, k, v):
-        return fa3.flash_attn_func(q * 2, k, v, causal=True, deterministic=True)
-
-    results = []
-    for function in (attend, lambda *inputs: checkpoint(attend, *inputs, use_reentrant=False)):
-        leaves = [x.detach().clone().requires_grad_() for x in tensors]
-        results.append(torch.autograd.grad(function(*leaves), leaves, dout))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "fixed order"])
-def test_a_captured_backward_replays_with_new_inputs(deterministic, make):
-    q, k, v = (x.requires_grad_() for x in make(2, 500, 600))
-    dout = torch.randn_like(q)
-
-    def step():
-        out = fa3.flash_attn_func(q, k, v, causal=True, deterministic=deterministic)
-        return torch.autograd.grad(out, (q, k, v), dout)
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for _ in range(3):
-        with torch.no_grad():
-            for tensor in (q, k, v, dout):
-                tensor.normal_()
-        for gradient in captured:
-            gradient.fill_(math.nan)
-        graph.replay()
-        for gradient, expected in zip(captured, step(), strict=True):
-            if deterministic:
-                assert torch.equal(gradient, expected)
-            else:
-                torch.testing.assert_close(gradient, expected, rtol=2**-7, atol=1e-3)
-
-
-def test_backwards_on_two_streams_do_not_disturb_each_other(make):
-    problems = [make(2, 600, 700, 8, 2, 128), make(3, 500, 900, 4, 4, 64)]
-    douts = [torch.randn_like(q) for q, _, _ in problems]
-
-    def step(index):
-        leaves = [x.detach().requires_grad_() for x in problems[index]]
-        out = fa3.flash_attn_func(*leaves, causal=True, deterministic=True)
-        return torch.autograd.grad(out, leaves, douts[index])
-
-    expected = [step(index) for index in range(2)]
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    results = [[], []]
-    # Both streams sleep while the host enqueues: they start together and overlap.
-    for stream in streams:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(LONG)
-    for _ in range(20):
-        for index, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                results[index].append(step(index))
-    torch.cuda.synchronize()
-    for index in range(2):
-        for found in results[index]:
-            assert all(torch.equal(one, other) for one, other in zip(found, expected[index], strict=True))
-
-
-def test_the_backward_does_not_wait_for_the_gpu(make):
-    q, k, v = (x.requires_grad_() for x in make(2, 300, 300))
-    dout = torch.randn_like(q)
-    torch.autograd.grad(fa3.flash_attn_func(q, k, v), (q, k, v), dout)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(LONG)
-    torch.autograd.grad(fa3.flash_attn_func(q, k, v), (q, k, v), dout)
-    ahead = not torch.cuda.current_stream().query()
-    torch.cuda.synchronize()
-    assert ahead
 
 
 def test_what_has_no_kernels_is_left_to_the_tiled_backend_with_a_warning_and_is_accurate(make):
