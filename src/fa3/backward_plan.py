@@ -39,7 +39,7 @@ class BackwardTiles:
 _SHARED_KEYS = "the warpgroups share 64 keys: dK and dV of 64 keys take the registers of both"
 _D64 = "128 queries a step: fewer bytes of shared memory for each product"
 _D128 = "dK and dV of 64 keys take half of a warpgroup's registers"
-_SHARING = BackwardTiles(64, 64, 2, 2, "late", _SHARED_KEYS)
+_SHARING = BackwardTiles(64, 64, 2, 2, "middle", _SHARED_KEYS)
 
 #: Tile class -> mask -> tiles.
 BACKWARD_TILES: dict[tuple[int, int], dict[str, BackwardTiles]] = {

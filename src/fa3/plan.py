@@ -287,7 +287,7 @@ def order_of(problem: Problem, spec: ForwardSpec, device: DeviceFacts) -> Order:
     section = min(group * max(1, int(L2_SHARE * device.l2_bytes) // head_bytes), heads)
     peak = device.sm_count * device.tensor_flops_per_clock * device.boost_clock_hz
     compute_seconds = flops(problem) / (EXPECTED_UTILIZATION * peak)
-    read_seconds = max(1, heads // group) * head_bytes / device.memory_bytes_per_second
+    read_seconds = max(1, heads // max(group, 1)) * head_bytes / device.memory_bytes_per_second
     share = next(part for limit, part in READ_SHARES if problem.seqlen_k <= limit)
     phases = min(max(1, int(share * compute_seconds / read_seconds)), levels)
     phase_levels = math.ceil(levels / phases)

@@ -494,8 +494,8 @@ class BackwardKernel(KeyProducer, KeyEpilogue):
         self.issue_dk(last, me.group, between, operands)
         dq = self.issue_dq(last, operands)
         warpgroup.wait_group(0)
-        barriers.release(loads.dout.empty, last, self.spec.stages_dout)
-        barriers.release(loads.q.empty, last, self.spec.stages)
+        self.release_rows(loads.dout, last, self.spec.stages_dout)
+        self.release_rows(loads.q, last, self.spec.stages)
         self.add_dq(work, rows, head, m_block, me, shared, dq)
         if const_expr(self.spec.deterministic):
             self.pass_turn(me, shared)
@@ -530,7 +530,7 @@ class BackwardKernel(KeyProducer, KeyEpilogue):
         # dK of the tile before runs on under the exponentials; dV of it is done.
         warpgroup.wait_group(0 if const_expr(first) else 1)
         if const_expr(not first):
-            barriers.release(loads.dout.empty, position - 1, spec.stages_dout)
+            self.release_rows(loads.dout, position - 1, spec.stages_dout)
 
         queries = self.first_query_of(m_block, me)
         keys = self.keys_of(work, me)
@@ -540,7 +540,7 @@ class BackwardKernel(KeyProducer, KeyEpilogue):
             self.share(p, shared.p, position, between.p_full, me)
         if const_expr(not first):
             warpgroup.wait_group(0)
-            barriers.release(loads.q.empty, position - 1, spec.stages)
+            self.release_rows(loads.q, position - 1, spec.stages)
             dq = self.issue_dq(position - 1, operands)
             if const_expr(spec.dq_leaves == "early"):
                 warpgroup.wait_group(0)
@@ -573,6 +573,13 @@ class BackwardKernel(KeyProducer, KeyEpilogue):
         # have until the next one.
         if const_expr(not first and spec.dq_leaves == "late"):
             self.add_dq(work, rows, before[1], before[0], me, shared, dq)
+
+    @cute.jit
+    def release_rows(self, load: Load, position: Int32, stages: cutlass.Constexpr):
+        """Tell the loader that this warp has read a tile of Q or dO, and what came with it."""
+        # All lanes have read the statistics of their columns.
+        cute.arch.sync_warp()
+        barriers.release(load.empty, position, stages)
 
     def rounded_scores(self) -> cute.Tensor:
         """Registers for a warpgroup's part of P or dS, rounded."""
