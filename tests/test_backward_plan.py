@@ -23,8 +23,10 @@ from fa3.backward_plan import (
     plan_backward,
     why_no_backward,
 )
+from fa3.cli import explain
 from fa3.plan import H200, flops, visible_pairs
 from fa3.presets import shipped_specs
+from fa3.problem import Problem
 from fa3.spec import BACKWARD_CLASSES, ELEMENT_BYTES, SHARED_MEMORY_PER_BLOCK, BackwardSpec, FinishSpec, PrepareSpec
 from problems import any_problems, plain_problems, problem_of
 
@@ -278,3 +280,15 @@ def test_each_product_counts_its_own_columns():
     # Scores, dQ and dK; dP and dV.
     assert backward_flops(problem) == pairs * (3 * 64 + 2 * 192)
     assert backward_flops(replace(problem, qv=True)) == pairs * (3 * (64 + 192) + 2 * 192)
+
+
+def test_explain_names_the_kernels_of_gradients_or_says_why_there_are_none():
+    problem = Problem(2, 4096, 4096, 16, 16, 128, 128, "bf16", 0.1, causal=True)
+    said = explain.explanation(problem)["gradients"]
+    planned = plan_backward(problem, H200)
+    assert said["plan"] == [planned.prepare.name, planned.main.name, planned.finish.name]
+    assert said["flops"] == planned.flops
+    for change, word in (({"dtype": "fp32"}, "fp32"), ({"score_mod": "mine:changed"}, "mine:changed")):
+        said = explain.explanation(replace(problem, **change))["gradients"]
+        assert said["plan"] is None
+        assert word in said["no_plan"]

@@ -192,6 +192,7 @@ def explanation(problem: Problem) -> dict[str, Any]:
             "bound": limits.bound,
         },
     }
+    result["gradients"] = _gradients(problem, facts)
     if no_plan is not None:
         return {**result, "plan": None, "no_plan": no_plan}
     planned = planning.plan(problem, facts)
@@ -213,6 +214,38 @@ def explanation(problem: Problem) -> dict[str, Any]:
     return result
 
 
+def _gradients(problem: Problem, facts: DeviceFacts) -> dict[str, Any]:
+    """The plan of the gradients, or why there is none."""
+    from fa3.backward_plan import plan_backward, why_no_backward
+    from fa3.mods import derivative_of
+
+    derivative = derivative_of(problem.score_mod) if problem.score_mod else ""
+    missing = why_no_backward(problem)
+    if missing is None and problem.score_mod and not derivative:
+        missing = f"score_mod {problem.score_mod} names no derivative"
+    if missing is not None:
+        return {"plan": None, "no_plan": missing}
+    planned = plan_backward(problem, facts, derivative)
+    return {
+        "plan": [spec.name for spec in (planned.prepare, planned.main, planned.finish)],
+        "parts": planned.parts,
+        "grid_blocks": planned.order.blocks,
+        "reasons": list(planned.reasons),
+        "flops": planned.flops,
+    }
+
+
+def _gradient_lines(gradients: dict[str, Any]) -> list[str]:
+    """Kernels of the gradients, and why."""
+    if gradients["plan"] is None:
+        return [f"the hopper backend has no kernels for them, PyTorch computes them in tiles: {gradients['no_plan']}"]
+    return [
+        f"kernels {', '.join(gradients['plan'])}",
+        *(f"- {reason}" for reason in gradients["reasons"]),
+        f"{gradients['flops'] / 1e9:,.2f} GFLOP",
+    ]
+
+
 def _lines(said: dict[str, Any]) -> list[str]:
     """The explanation as text, from the call down to the chip."""
     planned, limits = said["plan"], said["roofline"]
@@ -225,6 +258,7 @@ def _lines(said: dict[str, Any]) -> list[str]:
         lines += [f"  {line}" for line in _plan_lines(said["problem"], planned)]
         lines += ["", f"artifact: {said['artifact']['state']}"]
         lines += [f"  {line}" for line in _artifact_lines(said["artifact"])]
+    lines += ["", "gradients", *(f"  {line}" for line in _gradient_lines(said["gradients"]))]
     lines += [
         "",
         "work",
