@@ -12,7 +12,8 @@ from hypothesis import assume, given, settings
 from fa3.backward_plan import (
     BACKWARD_MODIFIED,
     BACKWARD_TILES,
-    FEW_ROUNDS,
+    BUSY,
+    EVEN_ROUNDS,
     backward_class,
     backward_flops,
     backward_order,
@@ -225,10 +226,22 @@ def test_the_query_heads_of_a_key_head_come_in_as_few_parts_as_fill_the_card(pro
     planned = plan_backward(problem, H200)
     tiles = planned.order.tiles // planned.parts
     assert problem.group_size % planned.parts == 0, "parts are alike"
-    wanted = FEW_ROUNDS * max(1, H200.sm_count - problem.sm_margin)
-    fewer = [n for n in range(1, planned.parts) if problem.group_size % n == 0]
-    assert all(tiles * n < wanted for n in fewer)
-    assert tiles * planned.parts >= wanted or planned.parts == problem.group_size
+    multiprocessors = max(1, H200.sm_count - problem.sm_margin)
+
+    def is_enough(parts):
+        rounds = tiles * parts / multiprocessors
+        return rounds >= BUSY * math.ceil(rounds) if problem.mask == "full" else rounds >= EVEN_ROUNDS
+
+    divisors = [n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0]
+    enough = [n for n in divisors if is_enough(n)]
+    assert planned.parts == enough[0] if enough else planned.parts in divisors
+
+
+def test_tiles_of_equal_length_that_just_fill_the_card_stay_whole():
+    shared = {"heads_q": 32, "heads_kv": 8, "seqlen_q": 2048, "seqlen_k": 2048, "batch": 1}
+    assert plan_backward(problem_of(**shared), H200).parts == 1, "128 tiles for 132 multiprocessors"
+    assert plan_backward(problem_of(**shared, causal=True), H200).parts == 4, "half of them are short"
+    assert plan_backward(problem_of(**(shared | {"heads_q": 0, "heads_kv": 0})), H200).parts == 1
 
 
 def test_heads_that_share_no_keys_and_long_sequences_have_one_part():

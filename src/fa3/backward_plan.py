@@ -179,16 +179,28 @@ def plan_backward(
     return BackwardPlan(prepare, main, finish, parts, order, reasons, backward_flops(problem))
 
 
-#: Below so many tiles of keys a multiprocessor, the query heads of a K/V head are worth taking apart.
-FEW_ROUNDS = 3
+#: Tiles of keys a multiprocessor from which on tiles of different lengths even out.
+EVEN_ROUNDS = 3
+
+#: Part of the card that tiles of equal length must keep busy.
+BUSY = 0.85
 
 
 def group_parts(problem: Problem, spec: BackwardSpec, device: DeviceFacts) -> int:
-    """In how many parts the query heads of a K/V head come: as few as make enough tiles, if that is possible."""
+    """In how many parts the query heads of a K/V head come: as few as keep the card busy, if that is possible."""
     tiles = math.ceil(problem.seqlen_k / spec.tile_n) * problem.heads_kv * problem.batch
-    wanted = FEW_ROUNDS * planning.available(problem, device)
+    if not tiles or not problem.group_size:
+        return 1
+    multiprocessors = planning.available(problem, device)
+
+    def busy(parts: int) -> float:
+        """At least 1 where the card is busy enough."""
+        rounds = parts * tiles / multiprocessors
+        # Without a mask all tiles are equally long, and the last round alone may leave the card idle.
+        return rounds / math.ceil(rounds) / BUSY if problem.mask == "full" else rounds / EVEN_ROUNDS
+
     divisors = [n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0]
-    return next((n for n in divisors if tiles * n >= wanted), divisors[-1]) if tiles else 1
+    return next((n for n in divisors if busy(n) >= 1), max(divisors, key=busy))
 
 
 def backward_order(problem: Problem, spec: BackwardSpec, device: DeviceFacts, parts: int = 1) -> Order:
