@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
+from hypothesis.strategies import booleans
 
 from fa3.backward_plan import (
     BACKWARD_MODIFIED,
@@ -153,10 +154,19 @@ def test_the_preset_for_tests_holds_those_of_the_usual_features_as_they_are_plan
 
 def test_the_specs_of_all_gradients_are_three_kinds_for_every_dtype_class_and_mask():
     specs = list(backward_specs())
-    mains = {(spec.dtype, spec.head_dim, spec.head_dim_v, spec.mask) for spec in specs if type(spec) is BackwardSpec}
-    assert mains == {(dtype, *kind, mask) for dtype in ELEMENT_BYTES for kind in BACKWARD_CLASSES for mask in MASKS}
+    mains = [spec for spec in specs if type(spec) is BackwardSpec]
+    kinds = {(spec.dtype, spec.head_dim, spec.head_dim_v, spec.mask) for spec in mains}
+    assert kinds == {(dtype, *kind, mask) for dtype in ELEMENT_BYTES for kind in BACKWARD_CLASSES for mask in MASKS}
     assert {type(spec) for spec in specs} == {PrepareSpec, BackwardSpec, FinishSpec}
-    assert not any(spec.deterministic or spec.modified for spec in specs if type(spec) is BackwardSpec)
+    assert not any(spec.modified for spec in mains)
+
+
+@settings(max_examples=200, deadline=None)
+@given(plain_problems(), booleans())
+def test_everybody_has_the_kernels_for_the_gradients_of_plain_calls(problem, deterministic):
+    assume(problem.dtype in ELEMENT_BYTES)
+    planned = plan_backward(problem, H200, deterministic=deterministic)
+    assert {planned.prepare, planned.main, planned.finish} <= set(shipped_specs("backward"))
 
 
 def test_a_fixed_order_is_another_main_kernel_and_nothing_else():

@@ -221,3 +221,44 @@ def test_without_keys_a_sink_is_the_lse_and_has_its_gradient(kernels):
     torch.testing.assert_close(dsink, dlse.sum((0, 2)))
     *_, dsink, _ = backward(q, k, v, sink=sink)
     assert not dsink.any()
+
+
+def test_a_sink_of_minus_infinity_is_none(kernels):
+    sink = torch.tensor([-math.inf, 1.0, -math.inf, 0.0])
+    dlse = torch.randn(2, 4, 100)
+    *_, dsink, _ = backward(*tensors(seqlen_k=0), sink=sink, dlse=dlse)
+    torch.testing.assert_close(dsink, dlse.sum((0, 2)) * torch.tensor([0.0, 1.0, 0.0, 1.0]))
+    q, k, v = tensors()
+    dout, out, lse = results_of(q, v)
+    lse[:, 0, :50] = -math.inf
+    *_, dsink, _ = backward(q, k, v, given=(dout, out, lse), sink=sink, dlse=dlse)
+    assert dsink[0] == dsink[2] == 0.0
+
+
+@pytest.mark.parametrize("with_sink", [False, True], ids=["no sink", "sink"])
+def test_rows_that_only_a_mask_mod_hides_reach_no_kernel_whatever_they_hold(kernels, with_sink):
+    q, k, v = tensors()
+    dout, out, lse = results_of(q, v)
+    sink = torch.tensor([0.5, -1.0, 2.0, 0.0]) if with_sink else None
+    # Some rows of the second head of each sequence: their LSE is the sink's, or that of nothing.
+    lse[:, 1, 30:40] = -1.0 if with_sink else -math.inf
+    q[:, 30:40, 1] = dout[:, 30:40, 1] = math.nan
+    dlse = torch.zeros_like(lse)
+    dlse[:, 1, 30:40] = math.nan
+    seen = {}
+
+    def look(call):
+        if type(call["spec"]) is PrepareSpec:
+            seen["dlse"] = memory(call["dlse"], dlse.numel(), dlse.dtype).view(dlse.shape).clone()
+        elif type(call["spec"]) is BackwardSpec:
+            seen.update((name, memory(call[name], q.numel(), q.dtype).view(q.shape).clone()) for name in ("q", "dout"))
+
+    kernels.look = look
+    prefix = mods.prefix_lm(torch.tensor([70, 80], dtype=torch.int32))
+    *_, dsink, _ = backward(q, k, v, given=(dout, out, lse), dlse=dlse, mask_mod=prefix, sink=sink)
+    assert (seen["q"][:, 30:40, 1] == 0).all()
+    assert (seen["dout"][:, 30:40, 1] == 0).all()
+    assert not seen["dlse"].any()
+    assert torch.equal(seen["q"][:, :, 0], q[:, :, 0]), "other rows are what they were"
+    # The gradient of their LSE is the sink's alone.
+    assert dsink is None or dsink.isnan().tolist() == [False, True, False, False]

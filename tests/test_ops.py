@@ -425,3 +425,16 @@ def test_fakes_complain_about_options_as_the_kernels_do(make):
     expected = complaint()
     with FakeTensorMode():
         assert complaint() == expected
+
+
+def test_compiled_autograd_traces_the_backward_of_a_compiled_step():
+    q = torch.randn(1, 40, 2, 16, requires_grad=True)
+
+    def step(q):
+        fa3.flash_attn_func(q, q, q, causal=True).sum().backward()
+
+    step(q)
+    expected, q.grad = q.grad, None
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend="eager")(q)
+    torch.testing.assert_close(q.grad, expected)

@@ -135,6 +135,11 @@ def make_backward_specs(
     )  # fmt: skip
 
 
+def _mask_of_kernel(kind: tuple[int, int], mask: str, deterministic: bool) -> str:
+    # A window as wide as the sequences leaves out nothing, and the kernel for it spills no registers.
+    return "window" if deterministic and mask == "full" and kind == (128, 128) else mask
+
+
 def plan_backward(
     problem: Problem, device: DeviceFacts, derivative: str = "", deterministic: bool = False
 ) -> BackwardPlan:
@@ -152,9 +157,7 @@ def plan_backward(
     head_dim = problem.head_dim + (problem.head_dim_v if problem.qv else 0)
     kind = backward_class(head_dim, problem.head_dim_v)
     modified = bool(problem.softcap or problem.score_mod)
-    mask = problem.mask
-    if deterministic and mask == "full" and kind == (128, 128):
-        mask = "window"  # as wide as the sequences: of the kernel for it no register is spilled
+    mask = _mask_of_kernel(kind, problem.mask, deterministic)
     tiles = backward_tiles(kind, mask, modified, deterministic)
     prepare, main, finish = make_backward_specs(
         problem.dtype,
@@ -227,7 +230,9 @@ def backward_flops(problem: Problem) -> float:
 
 
 def backward_specs() -> Iterator[PrepareSpec | BackwardSpec | FinishSpec]:
-    """All kernels that a plain call's gradients, or those of one with a window, can ask for."""
-    for dtype, (kind, masks) in itertools.product(ELEMENT_BYTES, BACKWARD_TILES.items()):
-        for mask, tiles in masks.items():
-            yield from make_backward_specs(dtype, kind, mask, tiles)
+    """All kernels for the gradients of a plain call, or of one with a window, in a fixed order of the sums or not."""
+    masks = ("full", "causal", "window")
+    for dtype, kind, mask, deterministic in itertools.product(ELEMENT_BYTES, BACKWARD_TILES, masks, (False, True)):
+        mask = _mask_of_kernel(kind, mask, deterministic)
+        tiles = backward_tiles(kind, mask, deterministic=deterministic)
+        yield from make_backward_specs(dtype, kind, mask, tiles, deterministic=deterministic)

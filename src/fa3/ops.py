@@ -340,7 +340,15 @@ def _redispatch(operator: Any, keyset: torch._C.DispatchKeySet, *arguments: Any)
 _KEPT = object()
 
 
-class _Attention(_SingleLevelFunction):
+class _Function(_SingleLevelFunction):
+    """An autograd function that compiled autograd can trace too: it asks for a key that only the public base has."""
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[int]:
+        return (ctx._autograd_function_id,)
+
+
+class _Attention(_Function):
     """Calls an operator below autograd, and answers with its gradients when some come back."""
 
     @staticmethod
@@ -376,7 +384,7 @@ class _Attention(_SingleLevelFunction):
         return tuple(answer)
 
 
-class _Gradients(_SingleLevelFunction):
+class _Gradients(_Function):
     """What `backward` answers under ``create_graph``: gradients whose own gradient is refused, never dropped.
 
     torch.func.grad always asks for such a graph, so the refusal waits until somebody differentiates twice.

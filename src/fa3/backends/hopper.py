@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fa3 import plan as planning
 from fa3.compiler.store import default_store
+from fa3.mods import MaskMod, ScoreMod
 from fa3.options import Options
 from fa3.plan import MAX_COLUMNS, DeviceFacts
 from fa3.problem import Problem, check_forward
@@ -141,9 +142,14 @@ def _key(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: b
     )  # fmt: skip
 
 
+def _file_stamps(mod: ScoreMod | MaskMod) -> tuple[int | None, ...]:
+    """Those of a modification and of its derivative."""
+    return tuple(_file_stamp(cute) for cute in (mod.cute, getattr(mod, "derivative", "")))
+
+
 def _file_stamp(cute: str) -> int | None:
     """When the file of a caller's own modification was last written: a reload may have brought another kernel."""
-    if cute.startswith("fa3."):
+    if not cute or cute.startswith("fa3."):
         return None
     path = _file_of(cute.partition(":")[0])
     return None if path is None else os.stat(path).st_mtime_ns
@@ -170,7 +176,7 @@ def _options_key(options: Options) -> tuple[Any, ...]:
         tensors += [block_mask.counts, block_mask.indices]
     return (
         *options[:4], options.pack_gqa, options.sm_margin,
-        *[mod and (mod.cute, len(mod.aux), _file_stamp(mod.cute)) for mod in mods],
+        *[mod and (mod.cute, len(mod.aux), *_file_stamps(mod)) for mod in mods],
         block_mask and (block_mask.seqlen_q, block_mask.seqlen_k),
         *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors],
     )  # fmt: skip

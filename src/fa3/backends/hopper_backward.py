@@ -3,7 +3,9 @@
 Takes device memory for the gradients, and until its kernels are done: float32 sums of dQ (4 bytes an element of a
 tile class, rows rounded up to a step), and 8 bytes for each query row of a head; where there are few tiles of keys
 and several query heads to a K/V head, also a dK and dV for each of some parts of them, in the gradients' dtype.
-Inputs that TMA cannot read are copied, as in the forward. It never synchronizes.
+Copied are inputs that TMA cannot read, as in the forward, q and dout where there are rows that see no key, or may be,
+and q and k with qv. Values of more than 256 columns are computed in parts, each with sums of dQ and a dK of its own.
+It never synchronizes.
 """
 
 from __future__ import annotations
@@ -95,26 +97,56 @@ def backward(
         if sink is not None:
             # Rows that see the sink alone: its probability is 1, their output 0, and their LSE the sink.
             dsink = torch.zeros_like(sink) if dlse is None else dlse.sum(dim=(0, 2)).to(sink.dtype)
+            dsink = dsink.masked_fill(sink == -torch.inf, 0.0)
         return dq, dk, dv, dsink, dqv
     with torch.cuda.device(q.device):
+        hidden = _hidden_rows(kernels, lse, sink)
+        shown_dlse = dlse
+        if hidden is not None:
+            # Rows that see no key give nothing, whatever they hold: their P is 0, but 0 times NaN would be NaN.
+            rows = hidden.mT[..., None]
+            q, dout = q.masked_fill(rows, 0.0), dout.masked_fill(rows, 0.0)
+            qv = None if qv is None else qv.masked_fill(rows, 0.0)
+            shown_dlse = None if dlse is None else dlse.masked_fill(hidden, 0.0)
         if qv is None:
-            delta = _launch(kernels, dout, dlse, q, k, v, out, lse, options, (dq, dk, dv))
+            delta = _launch(kernels, dout, shown_dlse, q, k, v, out, lse, options, (dq, dk, dv))
         else:
             head_dim = problem.head_dim
             joined_q, joined_k = torch.cat([q, qv], dim=-1), torch.cat([k, v], dim=-1)
             joined_dq, joined_dk = torch.empty_like(joined_q), torch.empty_like(joined_k)
-            delta = _launch(kernels, dout, dlse, joined_q, joined_k, v, out, lse, options, (joined_dq, joined_dk, dv))
+            delta = _launch(
+                kernels, dout, shown_dlse, joined_q, joined_k, v, out, lse, options, (joined_dq, joined_dk, dv)
+            )
             dq.copy_(joined_dq[..., :head_dim])
             dqv = joined_dq[..., head_dim:].contiguous()
             dk.copy_(joined_dk[..., :head_dim])
             dv.add_(joined_dk[..., head_dim:])
         if sink is not None:
-            # Its probability is exp(sink - LSE), and it has no value.
-            probability = torch.exp(sink.float()[None, :, None] - lse)
-            # inf - inf: of a sink of +inf nothing but itself is left.
-            probability = torch.where(lse == sink.float()[None, :, None], 1.0, probability)
-            dsink = -(probability * delta[..., : problem.seqlen_q]).sum(dim=(0, 2)).to(sink.dtype)
+            delta = delta[..., : problem.seqlen_q]
+            if hidden is not None and dlse is not None:
+                delta = delta - dlse.masked_fill(~hidden, 0.0)
+            dsink = _sink_gradient(sink, lse, delta)
     return dq, dk, dv, dsink, dqv
+
+
+def _hidden_rows(kernels: _Kernels, lse: Tensor, sink: Tensor | None) -> Tensor | None:
+    """Which rows see no key, (batch or 1, heads_q or 1, seqlen_q), or ``None`` if there cannot be any."""
+    if kernels.problem.mask_mod:
+        # Only the LSE knows. One that is the sink's is that of a row without keys, or of one whose keys weigh nothing.
+        alone = -torch.inf if sink is None else sink.float()[None, :, None]
+        return (lse == -torch.inf) | (lse == alone)
+    if not kernels.hidden_rows:
+        return None
+    return (torch.arange(lse.shape[-1], device=lse.device) < kernels.hidden_rows)[None, None]
+
+
+def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """``-sum(exp(sink - LSE) * delta)``: a sink has a probability and no value."""
+    logit = sink.float()[None, :, None]
+    probability = torch.exp(logit - lse)
+    # Where both are +inf nothing but the sink is left; where both are -inf there is none.
+    probability = torch.where(lse == logit, 1.0, probability).masked_fill(logit == -torch.inf, 0.0)
+    return -(probability * delta).sum(dim=(0, 2)).to(sink.dtype)
 
 
 def _has_nothing_to_do(problem: Problem) -> bool:
@@ -184,9 +216,6 @@ def _launch(
     """Run the three kernels, for each part of wide values; returns delta, (batch, heads_q, rows of whole tiles)."""
     problem, spec = kernels.problem, kernels.spec
     dq, dk, dv = gradients
-    if kernels.hidden_rows:
-        # Rows that see no key give nothing, whatever they hold: their dS is 0, and 0 times NaN would be NaN.
-        q, dout = (_without_rows(x, kernels.hidden_rows) for x in (q, dout))
     q, k, v, dout, out = (_readable(x) for x in (q, k, v, dout, out))
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.float().contiguous()
@@ -242,13 +271,6 @@ def _launch(
         elif target is not gradient:
             gradient.copy_(target)
     return delta
-
-
-def _without_rows(tensor: Tensor, count: int) -> Tensor:
-    """A copy whose first rows are 0."""
-    copy = tensor.clone(memory_format=torch.contiguous_format)
-    copy[:, :count] = 0
-    return copy
 
 
 def _readable(tensor: Tensor) -> Tensor:
