@@ -330,3 +330,65 @@ def test_no_launch_has_more_blocks_than_key_tiles_or_multiprocessors(kernels):
         main = kernels.of(BackwardSpec)[-1]
         tiles = math.ceil(seqlen_k / main["spec"].tile_n) * heads * batch
         assert 1 <= main["blocks"] <= min(tiles, H200.sm_count)
+
+
+# The short way --------------------------------------------------------------------------------------------------------
+
+#: Of a launch, what depends on where memory happens to be.
+ADDRESSES = {
+    "q",
+    "k",
+    "v",
+    "dout",
+    "out",
+    "dq",
+    "dk",
+    "dv",
+    "lse",
+    "dlse",
+    "lse_log2",
+    "delta",
+    "sums",
+    "turns",
+    "counter",
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"window_left": 30},
+        {"softcap": 5.0},
+        {"deterministic": True},
+        {"dlse": torch.randn(2, 4, 100)},
+    ],
+    ids=str,
+)
+def test_plain_calls_launch_what_the_long_way_does(kernels, options):
+    q, k, v = tensors(heads_kv=4)
+    given = results_of(q, v)
+    backward(q, k, v, given=given, **options)
+    assert all(known.plain for known in hopper_backward._known.values())
+    short, kernels.calls = kernels.calls, []
+    backward(q, k, v, given=given, into=tuple(torch.empty_like(x) for x in (q, k, v)), **options)
+    assert len(short) == len(kernels.calls) == 3
+    for one, other in zip(short, kernels.calls, strict=True):
+        assert {name: x for name, x in one.items() if name not in ADDRESSES | {"stream"}} == {
+            name: x for name, x in other.items() if name not in ADDRESSES | {"stream"}
+        }
+        assert [bool(one[name]) for name in sorted(ADDRESSES & set(one))] == [
+            bool(other[name]) for name in sorted(ADDRESSES & set(other))
+        ]
+        assert all(one[name] % 16 == 0 for name in ADDRESSES & set(one))
+
+
+def test_the_sums_and_statistics_of_a_plain_call_do_not_overlap(kernels):
+    q, k, v = tensors(seqlen_q=333, seqlen_k=400, heads_kv=4)
+    backward(q, k, v)
+    main = kernels.one(BackwardSpec)
+    spec = main["spec"]
+    rows = q.shape[0] * q.shape[2] * math.ceil(333 / spec.tile_m) * spec.tile_m
+    assert main["lse"] - main["dq"] == 4 * rows * spec.head_dim
+    assert main["delta"] - main["lse"] == 4 * rows

@@ -61,7 +61,8 @@ class KeyEpilogue:
     def pass_turn(self, me: Consumer, shared: KeyShared):
         """Let the next block add to the tile of dQ that this warpgroup added to last.
 
-        Called a step later, when the sums have long arrived: then the fence hardly waits for them.
+        Called a step later, when the sums have long arrived and the fence hardly waits for them; after the last step at
+        once.
         """
         cute.arch.fence_acq_rel_gpu()
         barriers.sync_group(me.group)

@@ -14,7 +14,7 @@ class NamedBarrier(IntEnum):
 
     #: One for each consumer warpgroup (at most four): its turn to issue products.
     TURN = 1
-    #: One for each consumer warpgroup: its output rows are all in shared memory.
+    #: One for each consumer warpgroup: all of its threads have come this far.
     STORE = 5
     #: All consumer warpgroups of the backward.
     CONSUMERS = 9
@@ -47,7 +47,7 @@ def wait_empty(barrier: cute.Pointer, position: Int32, stages: cutlass.Constexpr
 
 @cute.jit
 def release(barrier: cute.Pointer, position: Int32, stages: cutlass.Constexpr):
-    """Tell the loader that this warp has read the tile at ``position``."""
+    """Tell whoever waits at the barrier that this warp is done with the tile at ``position``: the loader, to fill it."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier + stage_of(position, stages))
 
