@@ -47,7 +47,7 @@ def wait_empty(barrier: cute.Pointer, position: Int32, stages: cutlass.Constexpr
 
 @cute.jit
 def release(barrier: cute.Pointer, position: Int32, stages: cutlass.Constexpr):
-    """Tell whoever waits at the barrier that this warp is done with the tile at ``position``: the loader, to fill it."""
+    """Tell whoever waits at the barrier that this warp is done with the tile at ``position``, as the loader does."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier + stage_of(position, stages))
 
