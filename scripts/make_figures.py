@@ -188,7 +188,7 @@ def markers(name: str) -> tuple[str, str]:
 
 def readme_training(results: Results) -> str:
     """The README's block on gradients and training."""
-    return _block("training", _backward_lines(results, "docs/images") + _training_lines(results, "docs/images"))
+    return _block("training", _backward_picture(results, "docs/images") + _training_lines(results, "docs/images"))
 
 
 def backward_page(results: Results) -> str:
@@ -209,6 +209,13 @@ def _block(name: str, lines: list[str]) -> str:
     begin, end = markers(name)
     lines = lines or ["Not measured yet: no result file of a GPU is in benchmarks/results.", ""]
     return "\n".join([begin, "", *lines, end])
+
+
+def _backward_picture(results: Results, images: str) -> list[str]:
+    if "speed-bwd" not in results:
+        return []
+    picture = f"![{PICTURES['speed-bwd'][1]}]({images}/backward.png)"
+    return [picture, "", "In numbers, and how it is done: [docs/backward.md](docs/backward.md).", ""]
 
 
 def _backward_lines(results: Results, images: str, root: str = "") -> list[str]:

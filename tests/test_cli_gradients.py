@@ -239,7 +239,7 @@ class TestFigures:
     def test_the_table_has_the_ratio_to_cudnn(self, tmp_path):
         (tmp_path / "bwd.json").write_text(json.dumps(backward_result()))
         script = figures_script()
-        block = script.readme_training(script.latest(tmp_path))
+        block = script.backward_page(script.latest(tmp_path))
         assert "| head dim | mask | sequence | fa3 | fa3-det | cudnn | fa2 | fa3 / cudnn |" in block
         assert "| 128 | full | 16384 | **550** | 440 | 367 | 500 | 1.50 |" in block
 
