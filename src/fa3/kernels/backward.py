@@ -67,6 +67,8 @@ class BackwardKernel(KeyProducer, KeyEpilogue):
         # A warpgroup's columns of dK and dV.
         share = 1 if spec.split_keys else self.groups
         self.dk_columns, self.dv_columns = spec.head_dim // share, spec.head_dim_v // share
+        # Columns at which second operands begin, in Q and in K.
+        self.q_part, self.k_part = self.dk_columns, min(spec.dq_columns, self.dk_columns)
         self.score_mod, self.mask_mod = scores.find_mod(spec.score_mod), scores.find_mod(spec.mask_mod)
         self.derivative = scores.find_mod(spec.derivative)
 
@@ -111,9 +113,9 @@ class BackwardKernel(KeyProducer, KeyEpilogue):
 
         The first eleven arguments are device addresses; `Rows` explains lse, delta, dq and turns, ``tiles.Supply``
         the counter. Strides are (batch, row, head) in elements, multiples of 8, addresses of 16 bytes. The query heads
-        of a K/V head come in ``parts``, each of which has its own head of dk and dv. ``section``
-        and ``levels`` are explained at ``tiles.place_of_tile``; ``blocks`` thread blocks run. ``extra_numbers`` are
-        those of ``extra_types``, in its order.
+        of a K/V head come in ``parts``, each of which has its own head of dk and dv. ``section`` and ``levels`` are
+        explained at ``tiles.place_of_tile``; ``blocks`` thread blocks run. ``extra_numbers`` are those of
+        ``extra_types``, in its order.
         """
         spec = self.spec
         numbers = name_extra_numbers(spec, extra_numbers)
@@ -184,9 +186,7 @@ class BackwardKernel(KeyProducer, KeyEpilogue):
     def shared_layouts(self) -> tuple[cute.ComposedLayout, ...]:
         """Layouts of q, k, v, dout, and of dk and dv, which take the places of k and v; rows by columns."""
         spec = self.spec
-        q_part = self.dk_columns if self.dk_columns < self.head_dim else 0
-        k_part = min(spec.dq_columns, self.dk_columns)
-        dv_part = self.dv_columns
+        q_part, k_part, dv_part = self.q_part, self.k_part, self.dv_columns
         return (
             copies.shared_layout(self.dtype, (self.tile_m, self.head_dim, spec.stages), K, part=q_part),
             copies.shared_layout(self.dtype, (WGMMA_ROWS, self.head_dim, self.key_parts), K, part=k_part),
@@ -281,14 +281,12 @@ class BackwardKernel(KeyProducer, KeyEpilogue):
             rows_of, columns_of, count = (cute.size(smem, mode=[i]) for i in range(3))
             return copies.shared_layout(dtype, (columns_of, rows_of, count), MN, part=part)
 
-        q_part = self.dk_columns if self.dk_columns < self.head_dim else 0
-        k_part = min(spec.dq_columns, self.dk_columns)
         shared = KeyShared(
             tensor(storage.k, k_smem),
-            tensor(storage.k, columns_first(k_smem, k_part)),
+            tensor(storage.k, columns_first(k_smem, self.k_part)),
             tensor(storage.v, v_smem),
             tensor(storage.q, q_smem),
-            tensor(storage.q, columns_first(q_smem, q_part)),
+            tensor(storage.q, columns_first(q_smem, self.q_part)),
             tensor(storage.dout, dout_smem),
             tensor(storage.dout, columns_first(dout_smem, self.dv_columns)),
             tensor(storage.ds, ds_smem),
