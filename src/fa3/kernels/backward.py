@@ -27,7 +27,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from fa3.spec import DS_BUFFERS, WARPGROUP_THREADS, WGMMA_ROWS, BackwardSpec
@@ -36,6 +36,7 @@ from .forward import DTYPES, REGISTERS
 from .parts import barriers, copies, gradients, layout, products, scores, softmax, tiles
 from .parts.backward_epilogue import KeyEpilogue
 from .parts.backward_producer import KeyProducer
+from .parts.backward_scores import KeyScores
 from .parts.backward_work import (
     KeyBarriers,
     KeyExtras,
@@ -54,7 +55,7 @@ K, MN = OperandMajorMode.K, OperandMajorMode.MN
 SMEM, RMEM = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
 
-class BackwardKernel(KeyProducer, KeyEpilogue):
+class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
     """Host launch and device code of one ``BackwardSpec``."""
 
     def __init__(self, spec: BackwardSpec):
@@ -611,67 +612,6 @@ class BackwardKernel(KeyProducer, KeyEpilogue):
                 mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
         return dq
-
-    def first_query_of(self, m_block: Int32, me: Consumer) -> Int32:
-        """The query of the thread's first column."""
-        first = m_block * self.tile_m + layout.first_column(me.lane)
-        return first if self.spec.split_keys else first + me.group * self.spec.score_rows
-
-    def keys_of(self, work: KeyWork, me: Consumer) -> tuple[Int32, Int32]:
-        """The keys of the thread's two rows."""
-        first = self.first_key_of(work, me) + layout.first_row(me.warp, me.lane)
-        return first, first + 8
-
-    def first_key_of(self, work: KeyWork, me: Consumer) -> Int32:
-        """The first key of the warpgroup."""
-        first = work.n_block * self.tile_n
-        return first + WGMMA_ROWS * me.group if self.spec.split_keys else first
-
-    def rows_of(self, statistics: cute.Tensor, me: Consumer) -> cute.Tensor:
-        """The statistics of the warpgroup's queries."""
-        if self.spec.split_keys:
-            return statistics
-        return cute.local_tile(statistics, (self.spec.score_rows,), (me.group,))
-
-    @cute.jit
-    def probabilities(
-        self,
-        work: KeyWork,
-        m_block: Int32,
-        head: Int32,
-        keys: tuple[Int32, Int32],
-        queries: Int32,
-        me: Consumer,
-        statistics: cute.Tensor,
-        raw_scores: cute.Tensor,
-        p: cute.Tensor,
-        scale_log2: Float32,
-    ):
-        """P, rounded into ``p``. Of the scores is left what their derivatives are taken at, if any changed them."""
-        spec, extras = self.spec, work.extras
-        values = cute.make_tensor(raw_scores.iterator, cute.make_layout(cute.size(raw_scores)))
-        if const_expr(spec.modified):
-            raw = values
-            values = cute.make_rmem_tensor(cute.make_layout(cute.size(raw)), Float32)
-            gradients.modified(
-                self.score_mod, raw, (extras.tanh_factor, extras.mod_factor), spec.softcap, work.batch_index, head,
-                keys, queries, extras.score_aux, values,
-            )  # fmt: skip
-        if const_expr(self.mask_mod is not None):
-            gradients.hide(self.mask_mod, values, work.batch_index, head, keys, queries, extras.mask_aux)
-        if self.is_cut(work, m_block, me):
-            work.sizes.mask.hide_queries(layout.rows_and_columns(values), keys, queries, spec.mask)
-        lse = gradients.of_lane(self.rows_of(statistics, me), me.lane)
-        gradients.exponentiate(values, scale_log2, lse, p, self.dtype)
-
-    @cute.jit
-    def is_cut(self, work: KeyWork, m_block: Int32, me: Consumer) -> Boolean:
-        """Whether the masks, or the end of the keys, leave out some of the warpgroup's scores of a query tile."""
-        mask, kind = work.sizes.mask, self.spec.mask
-        first_key = self.first_key_of(work, me)
-        cut = first_key + WGMMA_ROWS > mask.seqlen_k
-        begin, end = mask.whole_query_tiles(first_key, first_key + WGMMA_ROWS - 1, self.tile_m, kind)
-        return cut or m_block < begin or m_block >= end
 
     @cute.jit
     def share(self, rounded: cute.Tensor, shared: cute.Tensor, position: Int32, full: cute.Pointer, me: Consumer):
