@@ -111,9 +111,8 @@ def why_no_backward(problem: Problem) -> str | None:
 
 
 def backward_class(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """The tile class with the least work that holds the head dims; of a wide v, one part of its columns."""
-    head_dim_v = min(head_dim_v, MAX_COLUMNS)
-    return min((c for c in BACKWARD_CLASSES if c[0] >= head_dim and c[1] >= head_dim_v), key=sum)
+    """The tile class of the backward; as `fa3.plan.tile_class`."""
+    return planning.tile_class(head_dim, head_dim_v, BACKWARD_CLASSES)
 
 
 def make_backward_specs(

@@ -122,10 +122,10 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-def tile_class(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+def tile_class(head_dim: int, head_dim_v: int, classes: tuple[tuple[int, int], ...] = TILE_CLASSES) -> tuple[int, int]:
     """The tile class with the least work that holds the head dims; of a wide v, one part of its columns."""
     head_dim_v = min(head_dim_v, MAX_COLUMNS)
-    return min((c for c in TILE_CLASSES if c[0] >= head_dim and c[1] >= head_dim_v), key=sum)
+    return min((c for c in classes if c[0] >= head_dim and c[1] >= head_dim_v), key=sum)
 
 
 def plan(problem: Problem, device: DeviceFacts) -> Plan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, cast
 
 #: Rows of one WGMMA instruction: a consumer warpgroup owns this many query rows.
 WGMMA_ROWS = 64
@@ -36,8 +36,36 @@ SHARED_MEMORY_PER_BLOCK = 232_448
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2}
 
 
+class _Spec:
+    """What all specs share."""
+
+    #: Name of the kernel, by which ``spec_from_dict`` and `fa3.kernels` tell them apart.
+    kernel: ClassVar[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dict of the fields, for JSON; ``spec_from_dict`` is the inverse."""
+        return {"kernel": self.kernel, **dataclasses.asdict(cast(Any, self))}
+
+
+class _DqTile:
+    """How the warpgroups of the backward share a dQ tile, in the pass that adds to it and in the one that reads it."""
+
+    head_dim: int
+    tile_m: int
+
+    @property
+    def dq_splits_rows(self) -> bool:
+        """Whether the warpgroups split the rows of a dQ tile; else its columns."""
+        return self.tile_m == WGMMA_ROWS * BACKWARD_GROUPS
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of a warpgroup's part of a dQ tile; the part has 64 rows."""
+        return self.head_dim if self.dq_splits_rows else self.head_dim // BACKWARD_GROUPS
+
+
 @dataclass(frozen=True)
-class ForwardSpec:
+class ForwardSpec(_Spec):
     """One compiled forward kernel.
 
     The seven fields from ``tile_m`` on are the *schedule*: how the work overlaps.
@@ -62,6 +90,8 @@ class ForwardSpec:
         score_mod, mask_mod: ``"module:function"`` of functions in CuTe DSL that change scores and hide keys, or empty.
         score_aux, mask_aux: the tensors they read: dtype letter and number of dims of each, e.g. ``"f1,i2"``.
     """
+
+    kernel = "forward"
 
     dtype: str
     head_dim: int
@@ -179,10 +209,6 @@ class ForwardSpec:
                 f"{self.name} needs {self.shared_bytes} bytes of shared memory: at most {SHARED_MEMORY_PER_BLOCK}"
             )
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain dict of the fields, for JSON; ``spec_from_dict`` is the inverse."""
-        return {"kernel": "forward", **dataclasses.asdict(self)}
-
 
 #: (head_dim, head_dim_v) of the backward's tile classes. At most 128 columns a warpgroup owns 64 keys of a block
 #: (``split="keys"``); wider ones share the keys and split the columns of dK and dV.
@@ -193,7 +219,7 @@ BACKWARD_GROUPS = 2
 
 
 @dataclass(frozen=True)
-class BackwardSpec:
+class BackwardSpec(_Spec, _DqTile):
     """One compiled kernel of the main pass of the backward.
 
     Attributes:
@@ -209,6 +235,8 @@ class BackwardSpec:
         softcap, score_mod, mask_mod, score_aux, mask_aux: as of `ForwardSpec`.
         derivative: ``"module:function"`` of the derivative of ``score_mod``.
     """
+
+    kernel = "backward"
 
     dtype: str
     head_dim: int
@@ -258,16 +286,6 @@ class BackwardSpec:
         return self.tile_m if self.split_keys else self.tile_m // self.consumer_warpgroups
 
     @property
-    def dq_splits_rows(self) -> bool:
-        """Whether the warpgroups split the rows of a dQ tile; else its columns."""
-        return self.tile_m == WGMMA_ROWS * self.consumer_warpgroups
-
-    @property
-    def dq_columns(self) -> int:
-        """Columns of a warpgroup's part of a dQ tile; the part has 64 rows."""
-        return self.head_dim if self.dq_splits_rows else self.head_dim // self.consumer_warpgroups
-
-    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of the tiles and barriers."""
         columns = self.head_dim + self.head_dim_v
@@ -307,17 +325,13 @@ class BackwardSpec:
                 f"{self.name} needs {self.shared_bytes} bytes of shared memory: at most {SHARED_MEMORY_PER_BLOCK}"
             )
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain dict of the fields, for JSON; ``spec_from_dict`` is the inverse."""
-        return {"kernel": "backward", **dataclasses.asdict(self)}
-
 
 #: dS tiles in shared memory: one that the warpgroups read while they write the next.
 DS_BUFFERS = 2
 
 
 @dataclass(frozen=True)
-class PrepareSpec:
+class PrepareSpec(_Spec):
     """One compiled kernel that runs before the backward's main pass: delta, and the LSE in log2 units.
 
     Attributes:
@@ -325,6 +339,8 @@ class PrepareSpec:
         head_dim, head_dim_v: columns of the dQ and dout tiles of the main pass.
         tile_m: query rows of a block, those of a step of the main pass.
     """
+
+    kernel = "prepare"
 
     dtype: str
     head_dim: int
@@ -344,13 +360,9 @@ class PrepareSpec:
         """Raise ``ValueError`` when no kernel can be compiled from this spec."""
         _check_kind(self, BACKWARD_CLASSES)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain dict of the fields, for JSON; ``spec_from_dict`` is the inverse."""
-        return {"kernel": "prepare", **dataclasses.asdict(self)}
-
 
 @dataclass(frozen=True)
-class FinishSpec:
+class FinishSpec(_Spec, _DqTile):
     """One compiled kernel that runs after the backward's main pass: dQ from its float32 sums.
 
     Attributes:
@@ -358,6 +370,8 @@ class FinishSpec:
         head_dim: columns of a dQ tile.
         tile_m: query rows of a dQ tile.
     """
+
+    kernel = "finish"
 
     dtype: str
     head_dim: int
@@ -385,20 +399,11 @@ class FinishSpec:
         if self.head_dim not in {head_dim for head_dim, _ in BACKWARD_CLASSES}:
             raise ValueError(f"head_dim={self.head_dim}: the tile classes are {BACKWARD_CLASSES}")
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain dict of the fields, for JSON; ``spec_from_dict`` is the inverse."""
-        return {"kernel": "finish", **dataclasses.asdict(self)}
-
 
 #: Any of them.
 KernelSpec = ForwardSpec | BackwardSpec | PrepareSpec | FinishSpec
 
-_KINDS: dict[str, type] = {
-    "forward": ForwardSpec,
-    "backward": BackwardSpec,
-    "prepare": PrepareSpec,
-    "finish": FinishSpec,
-}
+_KINDS: dict[str, type] = {kind.kernel: kind for kind in (ForwardSpec, BackwardSpec, PrepareSpec, FinishSpec)}
 
 
 def _check_kind(spec: Any, classes: tuple[tuple[int, int], ...]) -> None:

@@ -18,7 +18,7 @@ _COMPILERS = {
 
 def entry_symbol(spec: KernelSpec) -> str:
     """C symbol of the spec's host entry in its artifact; a fixed name, since each artifact holds one kernel."""
-    return f"fa3_{spec.as_dict()['kernel']}"
+    return f"fa3_{spec.kernel}"
 
 
 def compile_spec(spec: KernelSpec, options: str) -> Any:
@@ -32,5 +32,5 @@ def compile_spec(spec: KernelSpec, options: str) -> Any:
         ValueError: no kernel can be compiled from this spec.
     """
     spec.validate()
-    module, function = _COMPILERS[spec.as_dict()["kernel"]]
+    module, function = _COMPILERS[spec.kernel]
     return getattr(importlib.import_module(f"fa3.kernels.{module}"), function)(spec, options)

@@ -22,8 +22,7 @@ class FinishKernel:
     def __init__(self, spec: FinishSpec):
         self.spec = spec
         self.dtype = DTYPES[spec.dtype]
-        self.splits_rows = spec.tile_m == WGMMA_ROWS * BACKWARD_GROUPS
-        self.columns = spec.head_dim if self.splits_rows else spec.head_dim // BACKWARD_GROUPS
+        self.columns = spec.dq_columns
 
     @cute.jit
     def __call__(
@@ -106,7 +105,7 @@ class FinishKernel:
         if warp_in_group == 0:
             m_block, head_index = tile % m_blocks, tile // m_blocks
             row_tile, part = m_block, group
-            if const_expr(self.splits_rows):
+            if const_expr(self.spec.dq_splits_rows):
                 row_tile, part = BACKWARD_GROUPS * m_block + group, Int32(0)
             cute.copy(tma, source[None, group], target[None, row_tile, part, head_index % heads, head_index // heads])
             cute.arch.cp_async_bulk_commit_group()
