@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fa3
-from fa3.reference import visible_keys
+from eager import masked_scores, with_sink
 
 #: Inputs of a call that have gradients, in the order in which they are told here.
 NAMES = ("q", "k", "v", "sink", "qv")
@@ -86,8 +86,8 @@ def eager_attention(
     mask_mod: fa3.MaskMod | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention as one writes it in PyTorch: products in the dtype of the inputs, softmax in float32."""
-    batch, seqlen_q, heads, head_dim = q.shape
-    seqlen_k, heads_kv, head_dim_v = v.shape[1:]
+    heads, head_dim = q.shape[2:]
+    heads_kv, head_dim_v = v.shape[2:]
     queries = q.transpose(1, 2)
     keys, values = (x.transpose(1, 2).repeat_interleave(heads // max(heads_kv, 1), dim=1) for x in (k, v))
     if softmax_scale is None:
@@ -96,18 +96,8 @@ def eager_attention(
     if qv is not None:
         scores = scores + (qv.transpose(1, 2) @ values.mT).float()
     scores = scores * softmax_scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    index = [torch.arange(size, device=q.device) for size in (batch, heads, seqlen_q, seqlen_k)]
-    index = [numbers.view([-1 if dim == i else 1 for dim in range(4)]) for i, numbers in enumerate(index)]
-    if score_mod is not None:
-        scores = score_mod.torch(scores, *index, *score_mod.aux)
-    seen = visible_keys(seqlen_q, seqlen_k, causal, window_size, attention_chunk, q.device)
-    if mask_mod is not None:
-        seen = seen & mask_mod.torch(*index, *mask_mod.aux)
-    logits = scores = scores.masked_fill(~seen, -math.inf)
-    if sink is not None:
-        logits = torch.cat([scores, sink.float()[None, :, None, None].expand(batch, -1, seqlen_q, 1)], dim=-1)
+    scores = masked_scores(scores, causal, window_size, attention_chunk, softcap, score_mod, mask_mod)
+    logits = with_sink(scores, sink)
     lse = torch.logsumexp(logits, dim=-1)
     # Not softmax: of a row that sees nothing its gradient is NaN.
     probabilities = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import fa3
+from eager import LargestTensor
 from fa3.backends import tiled
 from fa3.block_masks import create_block_mask
 from fa3.mods import MaskMod, ScoreMod, alibi, alibi_slopes, document, relative_bias
@@ -389,23 +390,13 @@ def test_blocks_that_a_block_mask_leaves_empty_are_not_computed_backward(monkeyp
 
 
 def test_no_tensor_of_the_backward_has_the_size_of_the_score_matrix():
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                largest = max(largest, result.numel())
-            return result
-
     seqlen = 4000
     q, k, v = (torch.randn(1, seqlen, 1, 8) for _ in range(3))
     options = {"score_mod": alibi(alibi_slopes(1)), "mask_mod": mask_mod_of("sieve", 1, seqlen)}
     out, lse = forward(q, k, v, **options)
-    with Watch():
+    with LargestTensor() as largest:
         by_backend(out, lse, q, k, v, out, lse, **options)
-    assert largest <= tiled._TILE_SCORES_CPU < seqlen * seqlen / 10
+    assert largest.elements <= tiled._TILE_SCORES_CPU < seqlen * seqlen / 10
 
 
 # As PyTorch asks for them -------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fa3
+from eager import LargestTensor
 from fa3.backends import tiled
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 4e-6, torch.float64: 1e-13}
@@ -243,19 +244,9 @@ def test_two_runs_agree_bitwise():
 
 
 def test_no_intermediate_has_the_size_of_the_score_matrix():
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                largest = max(largest, result.numel())
-            return result
-
     seqlen = 6000
     q, k, v = (torch.randn(1, seqlen, 1, 8) for _ in range(3))
-    with Watch():
+    with LargestTensor() as largest:
         out, lse = tiled.forward(q, k, v, None, True, True)
         tiled.backward(out, lse, q, k, v, out, lse, None, True)
-    assert largest <= max(tiled._TILE_SCORES_CPU, seqlen * 8) < seqlen * seqlen / 30
+    assert largest.elements <= max(tiled._TILE_SCORES_CPU, seqlen * 8) < seqlen * seqlen / 30

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fa3
-from fa3.reference import visible_keys
+from eager import masked_scores, with_sink
 
 HERE = Path(__file__).parent
 
@@ -36,7 +36,7 @@ def eager_attention(
     mask_mod=None,
 ):
     """Plain PyTorch attention, the yardstick: scores and softmax in float32, probabilities in the inputs' dtype."""
-    batch, seqlen_q, heads, head_dim = q.shape
+    heads, head_dim = q.shape[2:]
     seqlen_k, heads_kv, head_dim_v = v.shape[1:]
     queries = q.transpose(1, 2)
     keys, values = (x.transpose(1, 2).repeat_interleave(heads // max(heads_kv, 1), dim=1) for x in (k, v))
@@ -47,18 +47,8 @@ def eager_attention(
     if qv is not None:
         scores = scores + _products(qv.transpose(1, 2), values)
     scores = scores * softmax_scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    index = [torch.arange(size, device=q.device) for size in (batch, heads, seqlen_q, seqlen_k)]
-    index = [numbers.view([-1 if dim == i else 1 for dim in range(4)]) for i, numbers in enumerate(index)]
-    if score_mod is not None:
-        scores = score_mod.torch(scores, *index, *score_mod.aux)
-    seen = visible_keys(seqlen_q, seqlen_k, causal, window_size, attention_chunk, q.device)
-    if mask_mod is not None:
-        seen = seen & mask_mod.torch(*index, *mask_mod.aux)
-    logits = scores = scores.masked_fill(~seen, -math.inf)
-    if sink is not None:
-        logits = torch.cat([scores, sink.float()[None, :, None, None].expand(batch, -1, seqlen_q, 1)], dim=-1)
+    scores = masked_scores(scores, causal, window_size, attention_chunk, softcap, score_mod, mask_mod)
+    logits = with_sink(scores, sink)
     probabilities = torch.softmax(logits, dim=-1).nan_to_num(0.0)[..., :seqlen_k]
     out = (probabilities.to(q.dtype) @ values).transpose(1, 2)
     return out, torch.logsumexp(logits, dim=-1)
