@@ -33,36 +33,38 @@ class BackwardTiles:
     stages: int
     stages_dout: int
     dq_leaves: str = "late"
+    dq_stages: int = 0
+    dq_pieces: int = 1
     reason: str = ""
 
 
 _SHARED_KEYS = "the warpgroups share 64 keys: dK and dV of 64 keys take the registers of both"
 _D64 = "128 queries a step: fewer bytes of shared memory for each product"
 _D128 = "dK and dV of 64 keys take half of a warpgroup's registers"
-_SHARING = BackwardTiles(64, 64, 2, 2, "middle", _SHARED_KEYS)
+_SHARING = BackwardTiles(64, 64, 2, 2, "middle", 1, 1, _SHARED_KEYS)
 
 #: Tile class -> mask -> tiles.
 BACKWARD_TILES: dict[tuple[int, int], dict[str, BackwardTiles]] = {
     (64, 64): {
-        "full": BackwardTiles(128, 128, 3, 2, "middle", _D64),
-        "causal": BackwardTiles(128, 128, 3, 2, "late", _D64),
-        "window": BackwardTiles(128, 128, 3, 2, "late", _D64),
+        "full": BackwardTiles(128, 128, 3, 2, "middle", 1, 1, _D64),
+        "causal": BackwardTiles(128, 128, 3, 2, "late", 1, 1, _D64),
+        "window": BackwardTiles(128, 128, 3, 2, "late", 1, 1, _D64),
     },
-    (128, 128): dict.fromkeys(("full", "causal", "window"), BackwardTiles(64, 128, 2, 2, "middle", _D128)),
+    (128, 128): dict.fromkeys(("full", "causal", "window"), BackwardTiles(64, 128, 2, 2, "middle", 2, 1, _D128)),
     (64, 256): dict.fromkeys(("full", "causal", "window"), _SHARING),
     (192, 128): dict.fromkeys(("full", "causal", "window"), _SHARING),
-    (256, 256): dict.fromkeys(("full", "causal", "window"), _SHARING),
+    (256, 256): dict.fromkeys(("full", "causal", "window"), replace(_SHARING, dq_stages=0)),
 }
 
 _KEPT = "registers keep the scores until dS is there"
 
 #: Tile class -> tiles with a softcap or score_mod, where registers must keep the scores until dS is there.
 BACKWARD_MODIFIED: dict[tuple[int, int], BackwardTiles] = {
-    (64, 64): BackwardTiles(64, 128, 2, 2, "late", _KEPT),
-    (128, 128): BackwardTiles(64, 64, 2, 2, "late", _KEPT),
+    (64, 64): BackwardTiles(64, 128, 2, 2, "late", reason=_KEPT),
+    (128, 128): BackwardTiles(64, 64, 2, 2, "late", reason=_KEPT),
     (64, 256): _SHARING,
     (192, 128): _SHARING,
-    (256, 256): replace(_SHARING, dq_leaves="early", reason=_KEPT),
+    (256, 256): replace(_SHARING, dq_leaves="early", dq_stages=0, reason=_KEPT),
 }
 
 
@@ -71,7 +73,7 @@ def backward_tiles(
 ) -> BackwardTiles:
     """The tiles of a class. In a fixed order the sums of dQ leave early: turns take registers too."""
     tiles = BACKWARD_MODIFIED[kind] if modified else BACKWARD_TILES[kind][mask]
-    return replace(tiles, dq_leaves="early") if deterministic else tiles
+    return replace(tiles, dq_leaves="early") if deterministic and not tiles.dq_stages else tiles
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def make_backward_specs(
         PrepareSpec(dtype, head_dim, head_dim_v, tiles.tile_m),
         BackwardSpec(
             dtype, head_dim, head_dim_v, mask, tiles.tile_m, tiles.tile_n, tiles.stages, tiles.stages_dout,
-            tiles.dq_leaves, **features,  # type: ignore[arg-type]
+            tiles.dq_leaves, tiles.dq_stages, tiles.dq_pieces, **features,  # type: ignore[arg-type]
         ),
         FinishSpec(dtype, head_dim, tiles.tile_m),
     )  # fmt: skip
@@ -136,7 +138,7 @@ def make_backward_specs(
 
 def _mask_of_kernel(kind: tuple[int, int], mask: str, deterministic: bool) -> str:
     # A window as wide as the sequences leaves out nothing, and the kernel for it spills no registers.
-    return "window" if deterministic and mask == "full" and kind == (128, 128) else mask
+    return mask
 
 
 def plan_backward(

@@ -247,6 +247,8 @@ class BackwardSpec(_Spec, _DqTile):
     stages: int
     stages_dout: int
     dq_leaves: str = "late"
+    dq_stages: int = 0
+    dq_pieces: int = 1
     deterministic: bool = False
     softcap: bool = False
     score_mod: str = ""
@@ -292,15 +294,15 @@ class BackwardSpec(_Spec, _DqTile):
         keys = self.tile_n * columns
         rows = self.tile_m * (self.stages * self.head_dim + self.stages_dout * self.head_dim_v)
         scores = self.tile_m * self.tile_n * DS_BUFFERS * (1 if self.split_keys else 2)
-        statistics = 4 * self.tile_m * (self.stages + self.stages_dout)
-        return ELEMENT_BYTES[self.dtype] * (keys + rows + scores) + statistics + 1024
+        float32 = self.tile_m * (self.stages + self.stages_dout + self.dq_stages * self.head_dim // self.dq_pieces)
+        return ELEMENT_BYTES[self.dtype] * (keys + rows + scores) + 4 * float32 + 1024
 
     @property
     def name(self) -> str:
         """Short unique name, e.g. ``backward_bf16_d128_causal_64x128x2x2``."""
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
         tile = f"{self.tile_m}x{self.tile_n}x{self.stages}x{self.stages_dout}"
-        features = [self.dq_leaves, *(name for name in ("deterministic", "softcap") if getattr(self, name))]
+        features = [f"{self.dq_leaves}{self.dq_stages or ''}{'x2' if self.dq_pieces == 2 else ''}", *(name for name in ("deterministic", "softcap") if getattr(self, name))]
         for mod, aux in ((self.score_mod, self.score_aux), (self.derivative, ""), (self.mask_mod, self.mask_aux)):
             if mod:
                 features.append(mod + (f"({aux})" if aux else ""))

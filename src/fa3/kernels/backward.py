@@ -247,6 +247,8 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
         q_smem, k_smem, v_smem, dout_smem, dk_smem, dv_smem = self.shared_layouts()
         score_tiles = DS_BUFFERS * self.key_parts
         ds_smem = copies.shared_layout(dtype, (WGMMA_ROWS, self.tile_m, score_tiles), K, part=spec.score_rows)
+        chunks = self.tile_m * spec.head_dim // (4 * self.groups * WARPGROUP_THREADS * spec.dq_pieces)
+        dq_smem = cute.make_layout((4, WARPGROUP_THREADS, chunks, self.groups, max(1, spec.dq_stages)))
         p_elements = 0 if spec.split_keys else cute.cosize(ds_smem)
 
         @cute.struct
@@ -260,6 +262,8 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
             dout_empty: cute.struct.MemRange[Int64, spec.stages_dout]
             ds_full: cute.struct.MemRange[Int64, DS_BUFFERS]
             p_full: cute.struct.MemRange[Int64, DS_BUFFERS]
+            dq_full: cute.struct.MemRange[Int64, max(1, spec.dq_stages)]
+            dq_empty: cute.struct.MemRange[Int64, max(1, spec.dq_stages)]
             tile_full: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_empty: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_slots: cute.struct.MemRange[Int32, 3 * tiles.SLOTS]
@@ -272,6 +276,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
             dout: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(dout_smem)], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(ds_smem)], 1024]
             p: cute.struct.Align[cute.struct.MemRange[dtype, p_elements], 1024]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, cute.size(dq_smem) if spec.dq_stages else 0], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(SharedStorage)
 
@@ -293,6 +298,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
             tensor(storage.ds, ds_smem),
             tensor(storage.ds, columns_first(ds_smem, spec.score_rows)),
             None if const_expr(spec.split_keys) else tensor(storage.p, ds_smem),
+            None if const_expr(spec.dq_stages == 0) else storage.dq.get_tensor(dq_smem),
             storage.turns.get_tensor(cute.make_layout((2, self.groups))),
         )
         if thread < self.groups:
@@ -304,7 +310,10 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
         kv_empty, k_full, v_full = storage.kv_empty.data_ptr(), storage.k_full.data_ptr(), storage.v_full.data_ptr()
         q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
         dout_full, dout_empty = storage.dout_full.data_ptr(), storage.dout_empty.data_ptr()
-        between = KeyBarriers(storage.ds_full.data_ptr(), storage.p_full.data_ptr())
+        between = KeyBarriers(
+            storage.ds_full.data_ptr(), storage.p_full.data_ptr(), storage.dq_full.data_ptr(),
+            storage.dq_empty.data_ptr(),
+        )  # fmt: skip
         supply = tiles.Supply(
             counter,
             sizes.tiles,
@@ -324,11 +333,16 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
                 for full, empty, count in (
                     (q_full, q_empty, spec.stages),
                     (dout_full, dout_empty, spec.stages_dout),
-                    (supply.full, supply.empty, tiles.SLOTS),
                 ):
                     for s in cutlass.range_constexpr(count):
                         cute.arch.mbarrier_init(full + s, 1)
                         cute.arch.mbarrier_init(empty + s, 4 * self.groups)
+                for s in cutlass.range_constexpr(tiles.SLOTS):
+                    cute.arch.mbarrier_init(supply.full + s, 1)
+                    cute.arch.mbarrier_init(supply.empty + s, 4 * self.groups + (1 if spec.dq_stages else 0))
+                for s in cutlass.range_constexpr(spec.dq_stages):
+                    cute.arch.mbarrier_init(between.dq_full + s, 4 * self.groups)
+                    cute.arch.mbarrier_init(between.dq_empty + s, 1)
                 for s in cutlass.range_constexpr(DS_BUFFERS):
                     cute.arch.mbarrier_init(between.ds_full + s, 4 * self.groups)
                     cute.arch.mbarrier_init(between.p_full + s, 4 * self.groups)
@@ -367,6 +381,9 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_index == 0:
                 self.load(sizes, extras, supply, loads, rows)
+            if const_expr(spec.dq_stages > 0):
+                if warp_index == 1:
+                    self.add_sums(sizes, extras, supply, between, rows, shared)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             thread = thread - WARPGROUP_THREADS
@@ -493,11 +510,18 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
         self.issue_dk(last, me.group, between, operands)
         dq = self.issue_dq(last, operands)
         warpgroup.wait_group(0)
-        self.release_rows(loads.dout, last, self.spec.stages_dout)
+        if const_expr(self.spec.stages_dout > 1):
+            self.release_rows(loads.dout, last, self.spec.stages_dout)
         self.release_rows(loads.q, last, self.spec.stages)
-        self.add_dq(work, rows, head, m_block, me, shared, dq)
-        if const_expr(self.spec.deterministic):
-            self.pass_turn(me, shared)
+        if const_expr(self.spec.dq_stages > 0):
+            for piece in cutlass.range_constexpr(self.spec.dq_pieces):
+                self.put_dq(last, piece, between, me, shared, dq)
+                self.fence()
+                self.show_dq(last, piece, between)
+        else:
+            self.add_dq(work, rows, head, m_block, me, shared, dq)
+            if const_expr(self.spec.deterministic):
+                self.pass_turn(me, shared)
 
     @cute.jit
     def step(
@@ -526,15 +550,16 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
         products.issue(self.scores_mma(), raw_scores, operands.k, q_tile, accumulate=False)
         if const_expr(not first):
             self.issue_dk(position - 1, me.group, between, operands)
+        lse = gradients.of_lane(self.rows_of(loads.lse[None, q_stage], me), me.lane)
         # dK of the tile before runs on under the exponentials; dV of it is done.
         warpgroup.wait_group(0 if const_expr(first) else 1)
-        if const_expr(not first):
+        if const_expr(not first and spec.stages_dout > 1):
             self.release_rows(loads.dout, position - 1, spec.stages_dout)
 
         queries = self.first_query_of(m_block, me)
         keys = self.keys_of(work, me)
         p = operands.p if const_expr(spec.split_keys) else self.rounded_scores()
-        self.probabilities(work, m_block, head, keys, queries, me, loads.lse[None, q_stage], raw_scores, p, scale_log2)
+        self.probabilities(work, m_block, head, keys, queries, me, lse, raw_scores, p, scale_log2)
         if const_expr(not spec.split_keys):
             self.share(p, shared.p, position, between.p_full, me)
         if const_expr(not first):
@@ -543,7 +568,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
             dq = self.issue_dq(position - 1, operands)
             if const_expr(spec.dq_leaves == "early"):
                 warpgroup.wait_group(0)
-                self.add_dq(work, rows, before[1], before[0], me, shared, dq)
+                self.send_dq(work, rows, before, position - 1, between, me, shared, dq)
         barriers.wait_full(loads.dout.full, position, spec.stages_dout)
         dout_tile = operands.dout[None, None, None, dout_stage]
         dp = self.accumulator(self.scores_mma(), spec.score_rows)
@@ -557,21 +582,49 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
         products.issue(self.dv_mma(), operands.dv, p_operand, dout_columns, accumulate=True)
         if const_expr(not first and spec.dq_leaves == "middle"):
             warpgroup.wait_group(2)
-            self.add_dq(work, rows, before[1], before[0], me, shared, dq)
+            self.send_dq(work, rows, before, position - 1, between, me, shared, dq)
+        delta = gradients.of_lane(self.rows_of(loads.delta[None, dout_stage], me), me.lane)
         # dV runs on under dS; dQ of the tile before is done. In the first step, a copy of the loop's, nothing runs on:
         # that would cost more registers than there are.
         warpgroup.wait_group(0 if const_expr(first) else 1)
-        delta = gradients.of_lane(self.rows_of(loads.delta[None, dout_stage], me), me.lane)
         ds = self.rounded_scores()
         gradients.score_gradients(
             p, dp, delta, ds, self.dtype, self.derivative, raw_scores, work.extras.mod_factor, spec.softcap,
             work.batch_index, head, keys, queries, work.extras.score_aux,
         )  # fmt: skip
+        if const_expr(not first and spec.dq_stages > 0 and (spec.dq_leaves == "late" or spec.dq_pieces > 1)):
+            self.put_dq(position - 1, spec.dq_pieces - 1, between, me, shared, dq)
         self.share(ds, shared.ds, position, between.ds_full, me)
+        if const_expr(not first and spec.dq_stages > 0):
+            self.show_dq(position - 1, spec.dq_pieces - 1, between)
+        if const_expr(spec.stages_dout == 1):
+            # The next tile of dO has to come soon.
+            warpgroup.wait_group(0)
+            self.release_rows(loads.dout, position, 1)
         # Behind the fence that shared dS, which waits for all that its threads have on the way to memory: now they
         # have until the next one.
-        if const_expr(not first and spec.dq_leaves == "late"):
+        if const_expr(not first and spec.dq_leaves == "late" and spec.dq_stages == 0):
             self.add_dq(work, rows, before[1], before[0], me, shared, dq)
+
+    @cute.jit
+    def send_dq(
+        self,
+        work: KeyWork,
+        rows: Rows,
+        of: tuple[Int32, Int32],
+        position: Int32,
+        between: KeyBarriers,
+        me: Consumer,
+        shared: KeyShared,
+        dq: cute.Tensor,
+    ):
+        if const_expr(self.spec.dq_stages > 0):
+            self.put_dq(position, 0, between, me, shared, dq)
+            if const_expr(self.spec.dq_pieces > 1):
+                self.fence()
+                self.show_dq(position, 0, between)
+        else:
+            self.add_dq(work, rows, of[1], of[0], me, shared, dq)
 
     @cute.jit
     def release_rows(self, load: Load, position: Int32, stages: cutlass.Constexpr):
@@ -579,6 +632,12 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
         # All lanes have read the statistics of their columns.
         cute.arch.sync_warp()
         barriers.release(load.empty, position, stages)
+
+    @cute.jit
+    def fence(self):
+        """Make what this warp has written to shared memory visible to the tensor core and to bulk copies."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
 
     def rounded_scores(self) -> cute.Tensor:
         """Registers for a warpgroup's part of P or dS, rounded."""
@@ -626,9 +685,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
                 (0, me.group),
             )
         self.write(rounded, tile, me)
-        # Ordinary writes must be visible to the tensor core.
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
+        self.fence()
         barriers.release(full, position, DS_BUFFERS)
 
 

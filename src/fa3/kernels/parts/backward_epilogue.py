@@ -9,8 +9,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from fa3.spec import WARPGROUP_THREADS, WGMMA_ROWS, BackwardSpec
 
-from . import barriers, products, ptx
-from .backward_work import KeyShared, KeyWork, Rows
+from . import barriers, products, ptx, tiles
+from .backward_work import KeyBarriers, KeyExtras, KeyShared, KeySizes, KeyWork, Rows
 from .work import Consumer
 
 
@@ -56,6 +56,87 @@ class KeyEpilogue:
             barriers.sync_group(me.group)
         for i in cutlass.range_constexpr(chunks):
             ptx.add_to_memory(address + 16 * WARPGROUP_THREADS * i, dq, 4 * i)
+
+    @cute.jit
+    def put_dq(
+        self,
+        position: Int32,
+        piece: cutlass.Constexpr,
+        between: KeyBarriers,
+        me: Consumer,
+        shared: KeyShared,
+        dq: cute.Tensor,
+    ):
+        """Write a piece of the warpgroup's part of a dQ tile to shared memory, in the order of the sums, once there is
+        room.
+        """
+        spec = self.spec
+        at = position * spec.dq_pieces + piece
+        barriers.wait_empty(between.dq_empty, at, spec.dq_stages)
+        tile = shared.dq[None, None, None, me.group, barriers.stage_of(at, spec.dq_stages)]
+        thread = 32 * me.warp + me.lane
+        chunks = cute.size(dq) // (4 * spec.dq_pieces)
+        for i in cutlass.range_constexpr(chunks):
+            values = cute.make_tensor(dq.iterator + 4 * (piece * chunks + i), cute.make_layout(4))
+            cute.autovec_copy(values, tile[None, thread, i])
+
+    @cute.jit
+    def show_dq(self, position: Int32, piece: cutlass.Constexpr, between: KeyBarriers):
+        """Say that a piece is there, behind the fence that made it visible."""
+        barriers.release(between.dq_full, position * self.spec.dq_pieces + piece, self.spec.dq_stages)
+
+    @cute.jit
+    def add_sums(
+        self,
+        sizes: KeySizes,
+        extras: KeyExtras,
+        supply: tiles.Supply,
+        between: KeyBarriers,
+        rows: Rows,
+        shared: KeyShared,
+    ):
+        """A warp that adds the dQ tiles in shared memory to their sums in global memory."""
+        spec = self.spec
+        size = 4 * self.tile_m * spec.head_dim
+        lane = cute.arch.lane_idx()
+        done, position = Int32(0), Int32(0)
+        n_block, head, batch_index = supply.take(done)
+        while n_block >= 0:
+            work = self.work_of(sizes, extras, n_block, head, batch_index, done, position)
+            m_block, query_head = work.first_tile, head * sizes.group
+            for step in cutlass.range(0, work.steps, unroll=1):
+                row_tile = work.row_tile(query_head, m_block)
+                target = rows.dq + size * Int64(row_tile)
+                turn_address, turn = rows.turns + 4 * Int64(row_tile), self.turn_of(work, m_block)
+                for piece in cutlass.range_constexpr(spec.dq_pieces):
+                    at = (position + step) * spec.dq_pieces + piece
+                    stage = barriers.stage_of(at, spec.dq_stages)
+                    barriers.wait_full(between.dq_full, at, spec.dq_stages)
+                    if const_expr(spec.deterministic and piece == 0):
+                        if lane == 0:
+                            current = ptx.load_acquire(turn_address)
+                            while current != turn:
+                                current = ptx.load_acquire(turn_address)
+                        cute.arch.sync_warp()
+                    if lane == 0:
+                        # A piece of each warpgroup's part.
+                        runs, run = (1, size) if spec.dq_pieces == 1 else (self.groups, size // (self.groups * spec.dq_pieces))
+                        for i in cutlass.range_constexpr(runs):
+                            source = shared.dq[None, None, None, i, stage].iterator.toint()
+                            ptx.add_bulk(target + (i * spec.dq_pieces + piece) * run, source, run)
+                        cute.arch.cp_async_bulk_commit_group()
+                        if const_expr(spec.deterministic and piece == spec.dq_pieces - 1):
+                            cute.arch.cp_async_bulk_wait_group(0)
+                            ptx.store_release(turn_address, turn + 1)
+                        else:
+                            cute.arch.cp_async_bulk_wait_group(0, read=True)
+                        cute.arch.mbarrier_arrive(between.dq_empty + stage)
+                    cute.arch.sync_warp()
+                m_block, query_head = self.next_rows(work, m_block, query_head)
+            position += work.steps
+            done += 1
+            n_block, head, batch_index = supply.take(done)
+        cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
     def pass_turn(self, me: Consumer, shared: KeyShared):

@@ -56,7 +56,7 @@ class KeyScores:
         keys: tuple[Int32, Int32],
         queries: Int32,
         me: Consumer,
-        statistics: cute.Tensor,
+        lse: cute.Tensor,
         raw_scores: cute.Tensor,
         p: cute.Tensor,
         scale_log2: Float32,
@@ -75,7 +75,6 @@ class KeyScores:
             gradients.hide(self.mask_mod, values, work.batch_index, head, keys, queries, extras.mask_aux)
         if self.is_cut(work, m_block, me):
             work.sizes.mask.hide_queries(layout.rows_and_columns(values), keys, queries, spec.mask)
-        lse = gradients.of_lane(self.rows_of(statistics, me), me.lane)
         gradients.exponentiate(values, scale_log2, lse, p, self.dtype)
 
     @cute.jit

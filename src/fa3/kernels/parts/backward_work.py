@@ -103,6 +103,8 @@ class KeyShared(NamedTuple):
     ds_rows: cute.Tensor
     #: P transposed; only where the warpgroups share their keys.
     p: cute.Tensor | None
+    #: Float32 dQ in the order of the sums, (4 registers, thread, chunk, warpgroup, stage); None with no stages.
+    dq: cute.Tensor | None
     #: (2, warpgroup) int64: where a warpgroup has a turn to pass on, or 0, and its next value.
     turns: cute.Tensor
 
@@ -112,6 +114,9 @@ class KeyBarriers(NamedTuple):
 
     ds_full: cute.Pointer
     p_full: cute.Pointer
+    #: A dQ tile is in shared memory; and has been added.
+    dq_full: cute.Pointer
+    dq_empty: cute.Pointer
 
 
 class KeyOperands(NamedTuple):

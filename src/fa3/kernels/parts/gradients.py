@@ -21,19 +21,16 @@ def row_of(index: int) -> int:
     return index // 2 % 2
 
 
-def of_lane(statistics: cute.Tensor, lane: Int32) -> cute.Tensor:
-    """The values of the thread's columns in shared memory, (2, columns / 8), in pairs next to each other."""
-    offset = cute.assume(layout.first_column(lane), divby=2)
-    pairs = cute.make_layout((2, cute.size(statistics) // 8), stride=(1, 8))
-    return cute.make_tensor(statistics.iterator + offset, pairs)
-
-
 @cute.jit
-def pair_of(statistics: cute.Tensor, group: cutlass.Constexpr) -> cute.Tensor:
-    """Both values of the thread's columns of a group of 8, from what `of_lane` returned."""
-    pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-    cute.autovec_copy(statistics[None, group], pair)
-    return pair
+def of_lane(statistics: cute.Tensor, lane: Int32) -> cute.Tensor:
+    """The values of the thread's columns, (2, columns / 8), from shared memory."""
+    groups = cute.size(statistics) // 8
+    offset = cute.assume(layout.first_column(lane), divby=2)
+    pairs = cute.make_tensor(statistics.iterator + offset, cute.make_layout((2, groups), stride=(1, 8)))
+    values = cute.make_rmem_tensor(cute.make_layout((2, groups)), Float32)
+    for group in cutlass.range_constexpr(groups):
+        cute.autovec_copy(pairs[None, group], values[None, group])
+    return values
 
 
 @cute.jit
@@ -52,9 +49,8 @@ def exponentiate(
     """Replace each score s by P = ``exp2(scale_log2 * s - lse)``, and round it; ``lse`` as `of_lane` returns it."""
     # Group after group, so that the LSE of all columns and the unrounded P are not kept at once.
     for group in cutlass.range_constexpr(cute.size(values) // 4):
-        pair = pair_of(lse, group)
         for i in cutlass.range_constexpr(4 * group, 4 * group + 4):
-            values[i] = cute.math.exp2(values[i] * scale_log2 - pair[i % 2], fastmath=True)
+            values[i] = cute.math.exp2(values[i] * scale_log2 - lse[i % 2, group], fastmath=True)
         round_group(values, group, rounded, dtype)
 
 
@@ -130,9 +126,8 @@ def score_gradients(
     dp = cute.make_tensor(dp.iterator, cute.make_layout(cute.size(dp)))
     raw = cute.make_tensor(raw.iterator, cute.make_layout(cute.size(raw)))
     for group in cutlass.range_constexpr(cute.size(dp) // 4):
-        pair = pair_of(delta, group)
         for i in cutlass.range_constexpr(4 * group, 4 * group + 4):
-            dp[i] = ptx.unpack(pairs[i // 2], i % 2, dtype) * (dp[i] - pair[i % 2])
+            dp[i] = ptx.unpack(pairs[i // 2], i % 2, dtype) * (dp[i] - delta[i % 2, group])
             if const_expr(derivative is not None):
                 query = first_query + Int32(layout.column_in_tile(column_of(i)))
                 score = raw[i] * mod_factor

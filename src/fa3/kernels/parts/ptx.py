@@ -69,3 +69,15 @@ def load_acquire(address: Int64) -> Int32:
 def store_release(address: Int64, value: Int32):
     """Write an int32 of global memory, after all that this thread has seen done."""
     cute.arch.inline_ptx("st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+@cute.jit
+def add_bulk(target: Int64, source: Int32, size: cutlass.Constexpr):
+    """Start adding ``size`` bytes of float32 in shared memory to global memory; both addresses aligned to 16 bytes.
+
+    Called by one thread, which commits and waits for the group of copies that this becomes part of.
+    """
+    cute.arch.inline_ptx(
+        f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{{$r0}}], [{{$r1}}], {size};",
+        read_only_args=[target, source],
+    )
