@@ -23,8 +23,8 @@ class BackwardTiles:
     Attributes:
         tile_m: query rows of a step.
         tile_n: keys of a block.
-        stages, stages_dout: q tiles, and dout tiles, in shared memory at once.
-        dq_leaves: when the sums of dQ leave; see `fa3.spec.BackwardSpec`.
+        stages, stages_dout, dq_stages: q tiles, dout tiles and dQ tiles in shared memory at once.
+        dq: how dQ gets to its sums; see `fa3.spec.BackwardSpec`.
         reason: why.
     """
 
@@ -32,48 +32,45 @@ class BackwardTiles:
     tile_n: int
     stages: int
     stages_dout: int
-    dq_leaves: str = "late"
-    dq_stages: int = 0
-    dq_pieces: int = 1
+    dq: str = "shared"
+    dq_stages: int = 1
     reason: str = ""
 
 
 _SHARED_KEYS = "the warpgroups share 64 keys: dK and dV of 64 keys take the registers of both"
-_D64 = "128 queries a step: fewer bytes of shared memory for each product"
-_D128 = "dK and dV of 64 keys take half of a warpgroup's registers"
-_SHARING = BackwardTiles(64, 64, 2, 2, "middle", 1, 1, _SHARED_KEYS)
+_D64 = BackwardTiles(128, 128, 3, 2, reason="128 queries a step: fewer bytes of shared memory for each product")
+_D128 = BackwardTiles(64, 128, 2, 2, reason="dK and dV of 64 keys take half of a warpgroup's registers")
+_SHARING = BackwardTiles(64, 64, 2, 2, reason=_SHARED_KEYS)
+_D256 = BackwardTiles(64, 64, 2, 2, dq="registers", reason=f"{_SHARED_KEYS}; no shared memory is left for dQ")
 
-#: Tile class -> mask -> tiles.
-BACKWARD_TILES: dict[tuple[int, int], dict[str, BackwardTiles]] = {
-    (64, 64): {
-        "full": BackwardTiles(128, 128, 3, 2, "middle", 1, 1, _D64),
-        "causal": BackwardTiles(128, 128, 3, 2, "late", 1, 1, _D64),
-        "window": BackwardTiles(128, 128, 3, 2, "late", 1, 1, _D64),
-    },
-    (128, 128): dict.fromkeys(("full", "causal", "window"), BackwardTiles(64, 128, 2, 2, "middle", 2, 1, _D128)),
-    (64, 256): dict.fromkeys(("full", "causal", "window"), _SHARING),
-    (192, 128): dict.fromkeys(("full", "causal", "window"), _SHARING),
-    (256, 256): dict.fromkeys(("full", "causal", "window"), replace(_SHARING, dq_stages=0)),
+#: Tile class -> tiles.
+BACKWARD_TILES: dict[tuple[int, int], BackwardTiles] = {
+    (64, 64): _D64,
+    (128, 128): _D128,
+    (64, 256): _SHARING,
+    (192, 128): _SHARING,
+    (256, 256): _D256,
 }
 
 _KEPT = "registers keep the scores until dS is there"
 
 #: Tile class -> tiles with a softcap or score_mod, where registers must keep the scores until dS is there.
 BACKWARD_MODIFIED: dict[tuple[int, int], BackwardTiles] = {
-    (64, 64): BackwardTiles(64, 128, 2, 2, "late", reason=_KEPT),
-    (128, 128): BackwardTiles(64, 64, 2, 2, "late", reason=_KEPT),
+    (64, 64): BackwardTiles(64, 128, 2, 2, reason=_KEPT),
+    (128, 128): BackwardTiles(64, 64, 2, 2, reason=_KEPT),
     (64, 256): _SHARING,
     (192, 128): _SHARING,
-    (256, 256): replace(_SHARING, dq_leaves="early", dq_stages=0, reason=_KEPT),
+    (256, 256): replace(_D256, dq="early", reason=_KEPT),
 }
 
 
-def backward_tiles(
-    kind: tuple[int, int], mask: str, modified: bool = False, deterministic: bool = False
-) -> BackwardTiles:
-    """The tiles of a class. In a fixed order the sums of dQ leave early: turns take registers too."""
-    tiles = BACKWARD_MODIFIED[kind] if modified else BACKWARD_TILES[kind][mask]
-    return replace(tiles, dq_leaves="early") if deterministic and not tiles.dq_stages else tiles
+def backward_tiles(kind: tuple[int, int], modified: bool = False, deterministic: bool = False) -> BackwardTiles:
+    """The tiles of a class."""
+    tiles = BACKWARD_MODIFIED[kind] if modified else BACKWARD_TILES[kind]
+    if deterministic and kind == (128, 128):
+        # A tile waits for its turn while the next one is made.
+        return replace(tiles, dq_stages=2)
+    return tiles
 
 
 @dataclass(frozen=True)
@@ -130,15 +127,10 @@ def make_backward_specs(
         PrepareSpec(dtype, head_dim, head_dim_v, tiles.tile_m),
         BackwardSpec(
             dtype, head_dim, head_dim_v, mask, tiles.tile_m, tiles.tile_n, tiles.stages, tiles.stages_dout,
-            tiles.dq_leaves, tiles.dq_stages, tiles.dq_pieces, **features,  # type: ignore[arg-type]
+            tiles.dq, tiles.dq_stages, **features,  # type: ignore[arg-type]
         ),
         FinishSpec(dtype, head_dim, tiles.tile_m),
     )  # fmt: skip
-
-
-def _mask_of_kernel(kind: tuple[int, int], mask: str, deterministic: bool) -> str:
-    # A window as wide as the sequences leaves out nothing, and the kernel for it spills no registers.
-    return mask
 
 
 def plan_backward(
@@ -158,12 +150,11 @@ def plan_backward(
     head_dim = problem.head_dim + (problem.head_dim_v if problem.qv else 0)
     kind = backward_class(head_dim, problem.head_dim_v)
     modified = bool(problem.softcap or problem.score_mod)
-    mask = _mask_of_kernel(kind, problem.mask, deterministic)
-    tiles = backward_tiles(kind, mask, modified, deterministic)
+    tiles = backward_tiles(kind, modified, deterministic)
     prepare, main, finish = make_backward_specs(
         problem.dtype,
         kind,
-        mask,
+        problem.mask,
         tiles,
         deterministic=deterministic,
         softcap=problem.softcap > 0.0,
@@ -234,6 +225,5 @@ def backward_specs() -> Iterator[PrepareSpec | BackwardSpec | FinishSpec]:
     """All kernels for the gradients of a plain call, or of one with a window, in a fixed order of the sums or not."""
     masks = ("full", "causal", "window")
     for dtype, kind, mask, deterministic in itertools.product(ELEMENT_BYTES, BACKWARD_TILES, masks, (False, True)):
-        mask = _mask_of_kernel(kind, mask, deterministic)
-        tiles = backward_tiles(kind, mask, deterministic=deterministic)
+        tiles = backward_tiles(kind, deterministic=deterministic)
         yield from make_backward_specs(dtype, kind, mask, tiles, deterministic=deterministic)

@@ -229,8 +229,10 @@ class BackwardSpec(_Spec, _DqTile):
         tile_m: query rows of one step of the main loop.
         tile_n: keys of a block: 64 for each warpgroup, or 64 whose columns the warpgroups share.
         stages, stages_dout: q tiles, and dout tiles, held in shared memory at once.
-        dq_leaves: when the sums of dQ leave: ``"early"``, before dP is issued: fewer registers, more waiting;
-            ``"middle"``: while dP and dV run; ``"late"``: when dS has been shared, whose fence would wait for them.
+        dq: how dQ gets to its sums in global memory: ``"shared"``: through shared memory, where a warp of its own adds
+            it; ``"registers"``: from the registers; ``"early"``: from the registers before dP is issued: fewer of them,
+            more waiting; ``"none"``: another kernel makes dQ.
+        dq_stages: dQ tiles held in shared memory at once, with ``"shared"``.
         deterministic: sums of dQ are added in a fixed order.
         softcap, score_mod, mask_mod, score_aux, mask_aux: as of `ForwardSpec`.
         derivative: ``"module:function"`` of the derivative of ``score_mod``.
@@ -246,9 +248,8 @@ class BackwardSpec(_Spec, _DqTile):
     tile_n: int
     stages: int
     stages_dout: int
-    dq_leaves: str = "late"
-    dq_stages: int = 0
-    dq_pieces: int = 1
+    dq: str = "shared"
+    dq_stages: int = 1
     deterministic: bool = False
     softcap: bool = False
     score_mod: str = ""
@@ -294,15 +295,17 @@ class BackwardSpec(_Spec, _DqTile):
         keys = self.tile_n * columns
         rows = self.tile_m * (self.stages * self.head_dim + self.stages_dout * self.head_dim_v)
         scores = self.tile_m * self.tile_n * DS_BUFFERS * (1 if self.split_keys else 2)
-        float32 = self.tile_m * (self.stages + self.stages_dout + self.dq_stages * self.head_dim // self.dq_pieces)
+        dq = self.dq_stages * self.head_dim if self.dq == "shared" else 0
+        float32 = self.tile_m * (self.stages + self.stages_dout + dq)
         return ELEMENT_BYTES[self.dtype] * (keys + rows + scores) + 4 * float32 + 1024
 
     @property
     def name(self) -> str:
-        """Short unique name, e.g. ``backward_bf16_d128_causal_64x128x2x2``."""
+        """Short unique name, e.g. ``backward_bf16_d128_causal_64x128x2x2_dq1``."""
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
         tile = f"{self.tile_m}x{self.tile_n}x{self.stages}x{self.stages_dout}"
-        features = [f"{self.dq_leaves}{self.dq_stages or ''}{'x2' if self.dq_pieces == 2 else ''}", *(name for name in ("deterministic", "softcap") if getattr(self, name))]
+        features = [f"dq{self.dq_stages}" if self.dq == "shared" else f"dq-{self.dq}"]
+        features += [name for name in ("deterministic", "softcap") if getattr(self, name)]
         for mod, aux in ((self.score_mod, self.score_aux), (self.derivative, ""), (self.mask_mod, self.mask_aux)):
             if mod:
                 features.append(mod + (f"({aux})" if aux else ""))
@@ -315,8 +318,12 @@ class BackwardSpec(_Spec, _DqTile):
             raise ValueError(f"tile_m={self.tile_m}: allowed are 64 and 128")
         if self.tile_n not in (64, 128):
             raise ValueError(f"tile_n={self.tile_n}: allowed are 64 and 128")
-        if self.dq_leaves not in ("early", "middle", "late"):
-            raise ValueError(f"dq_leaves={self.dq_leaves!r}: allowed are 'early', 'middle' and 'late'")
+        if self.dq not in ("shared", "registers", "early", "none"):
+            raise ValueError(f"dq={self.dq!r}: allowed are 'shared', 'registers', 'early' and 'none'")
+        if self.dq_stages not in (1, 2):
+            raise ValueError(f"dq_stages={self.dq_stages}: allowed are 1 and 2")
+        if self.deterministic and self.dq != "shared":
+            raise ValueError(f"deterministic=True with dq={self.dq!r}: a fixed order needs 'shared'")
         for name in ("stages", "stages_dout"):
             if not 1 <= getattr(self, name) <= 4:
                 raise ValueError(f"{name}={getattr(self, name)}: allowed are 1 to 4")

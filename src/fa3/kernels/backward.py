@@ -37,6 +37,7 @@ from .parts import barriers, copies, gradients, layout, products, scores, softma
 from .parts.backward_epilogue import KeyEpilogue
 from .parts.backward_producer import KeyProducer
 from .parts.backward_scores import KeyScores
+from .parts.backward_sums import KeySums
 from .parts.backward_work import (
     KeyBarriers,
     KeyExtras,
@@ -55,7 +56,7 @@ K, MN = OperandMajorMode.K, OperandMajorMode.MN
 SMEM, RMEM = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
 
-class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
+class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
     """Host launch and device code of one ``BackwardSpec``."""
 
     def __init__(self, spec: BackwardSpec):
@@ -247,8 +248,9 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
         q_smem, k_smem, v_smem, dout_smem, dk_smem, dv_smem = self.shared_layouts()
         score_tiles = DS_BUFFERS * self.key_parts
         ds_smem = copies.shared_layout(dtype, (WGMMA_ROWS, self.tile_m, score_tiles), K, part=spec.score_rows)
-        chunks = self.tile_m * spec.head_dim // (4 * self.groups * WARPGROUP_THREADS * spec.dq_pieces)
-        dq_smem = cute.make_layout((4, WARPGROUP_THREADS, chunks, self.groups, max(1, spec.dq_stages)))
+        dq_chunks = self.tile_m * spec.head_dim // (4 * self.groups * WARPGROUP_THREADS)
+        dq_smem = cute.make_layout((4, WARPGROUP_THREADS, dq_chunks, self.groups, spec.dq_stages))
+        dq_shared = spec.dq == "shared"
         p_elements = 0 if spec.split_keys else cute.cosize(ds_smem)
 
         @cute.struct
@@ -262,12 +264,11 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
             dout_empty: cute.struct.MemRange[Int64, spec.stages_dout]
             ds_full: cute.struct.MemRange[Int64, DS_BUFFERS]
             p_full: cute.struct.MemRange[Int64, DS_BUFFERS]
-            dq_full: cute.struct.MemRange[Int64, max(1, spec.dq_stages)]
-            dq_empty: cute.struct.MemRange[Int64, max(1, spec.dq_stages)]
+            dq_full: cute.struct.MemRange[Int64, spec.dq_stages]
+            dq_empty: cute.struct.MemRange[Int64, spec.dq_stages]
             tile_full: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_empty: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_slots: cute.struct.MemRange[Int32, 3 * tiles.SLOTS]
-            turns: cute.struct.MemRange[Int64, 2 * self.groups]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, self.tile_m * spec.stages], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, self.tile_m * spec.stages_dout], 128]
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_smem)], 1024]
@@ -276,7 +277,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
             dout: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(dout_smem)], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(ds_smem)], 1024]
             p: cute.struct.Align[cute.struct.MemRange[dtype, p_elements], 1024]
-            dq: cute.struct.Align[cute.struct.MemRange[Float32, cute.size(dq_smem) if spec.dq_stages else 0], 1024]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, cute.size(dq_smem) if dq_shared else 0], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(SharedStorage)
 
@@ -298,11 +299,8 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
             tensor(storage.ds, ds_smem),
             tensor(storage.ds, columns_first(ds_smem, spec.score_rows)),
             None if const_expr(spec.split_keys) else tensor(storage.p, ds_smem),
-            None if const_expr(spec.dq_stages == 0) else storage.dq.get_tensor(dq_smem),
-            storage.turns.get_tensor(cute.make_layout((2, self.groups))),
+            storage.dq.get_tensor(dq_smem) if const_expr(dq_shared) else None,
         )
-        if thread < self.groups:
-            shared.turns[0, thread] = Int64(0)
         extras = extras._replace(
             score_aux=scores.make_aux(spec.score_aux, extras.score_aux),
             mask_aux=scores.make_aux(spec.mask_aux, extras.mask_aux),
@@ -339,7 +337,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
                         cute.arch.mbarrier_init(empty + s, 4 * self.groups)
                 for s in cutlass.range_constexpr(tiles.SLOTS):
                     cute.arch.mbarrier_init(supply.full + s, 1)
-                    cute.arch.mbarrier_init(supply.empty + s, 4 * self.groups + (1 if spec.dq_stages else 0))
+                    cute.arch.mbarrier_init(supply.empty + s, 4 * self.groups + (1 if dq_shared else 0))
                 for s in cutlass.range_constexpr(spec.dq_stages):
                     cute.arch.mbarrier_init(between.dq_full + s, 4 * self.groups)
                     cute.arch.mbarrier_init(between.dq_empty + s, 1)
@@ -381,7 +379,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_index == 0:
                 self.load(sizes, extras, supply, loads, rows)
-            if const_expr(spec.dq_stages > 0):
+            if const_expr(dq_shared):
                 if warp_index == 1:
                     self.add_sums(sizes, extras, supply, between, rows, shared)
         else:
@@ -510,18 +508,12 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
         self.issue_dk(last, me.group, between, operands)
         dq = self.issue_dq(last, operands)
         warpgroup.wait_group(0)
-        if const_expr(self.spec.stages_dout > 1):
-            self.release_rows(loads.dout, last, self.spec.stages_dout)
+        self.release_rows(loads.dout, last, self.spec.stages_dout)
         self.release_rows(loads.q, last, self.spec.stages)
-        if const_expr(self.spec.dq_stages > 0):
-            for piece in cutlass.range_constexpr(self.spec.dq_pieces):
-                self.put_dq(last, piece, between, me, shared, dq)
-                self.fence()
-                self.show_dq(last, piece, between)
-        else:
-            self.add_dq(work, rows, head, m_block, me, shared, dq)
-            if const_expr(self.spec.deterministic):
-                self.pass_turn(me, shared)
+        if const_expr(self.spec.dq != "none"):
+            self.send_dq(work, rows, head, m_block, last, between, me, shared, dq)
+            self.make_visible()
+            self.show_dq(last, between)
 
     @cute.jit
     def step(
@@ -553,7 +545,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
         lse = gradients.of_lane(self.rows_of(loads.lse[None, q_stage], me), me.lane)
         # dK of the tile before runs on under the exponentials; dV of it is done.
         warpgroup.wait_group(0 if const_expr(first) else 1)
-        if const_expr(not first and spec.stages_dout > 1):
+        if const_expr(not first):
             self.release_rows(loads.dout, position - 1, spec.stages_dout)
 
         queries = self.first_query_of(m_block, me)
@@ -566,9 +558,9 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
             warpgroup.wait_group(0)
             self.release_rows(loads.q, position - 1, spec.stages)
             dq = self.issue_dq(position - 1, operands)
-            if const_expr(spec.dq_leaves == "early"):
+            if const_expr(spec.dq == "early"):
                 warpgroup.wait_group(0)
-                self.send_dq(work, rows, before, position - 1, between, me, shared, dq)
+                self.send_dq(work, rows, before[1], before[0], position - 1, between, me, shared, dq)
         barriers.wait_full(loads.dout.full, position, spec.stages_dout)
         dout_tile = operands.dout[None, None, None, dout_stage]
         dp = self.accumulator(self.scores_mma(), spec.score_rows)
@@ -580,9 +572,9 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
             barriers.wait_full(between.p_full, position, DS_BUFFERS)
             p_operand = operands.p[None, None, None, barriers.stage_of(position, DS_BUFFERS)]
         products.issue(self.dv_mma(), operands.dv, p_operand, dout_columns, accumulate=True)
-        if const_expr(not first and spec.dq_leaves == "middle"):
+        if const_expr(not first and spec.dq in ("shared", "registers")):
             warpgroup.wait_group(2)
-            self.send_dq(work, rows, before, position - 1, between, me, shared, dq)
+            self.send_dq(work, rows, before[1], before[0], position - 1, between, me, shared, dq)
         delta = gradients.of_lane(self.rows_of(loads.delta[None, dout_stage], me), me.lane)
         # dV runs on under dS; dQ of the tile before is done. In the first step, a copy of the loop's, nothing runs on:
         # that would cost more registers than there are.
@@ -592,39 +584,9 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
             p, dp, delta, ds, self.dtype, self.derivative, raw_scores, work.extras.mod_factor, spec.softcap,
             work.batch_index, head, keys, queries, work.extras.score_aux,
         )  # fmt: skip
-        if const_expr(not first and spec.dq_stages > 0 and (spec.dq_leaves == "late" or spec.dq_pieces > 1)):
-            self.put_dq(position - 1, spec.dq_pieces - 1, between, me, shared, dq)
         self.share(ds, shared.ds, position, between.ds_full, me)
-        if const_expr(not first and spec.dq_stages > 0):
-            self.show_dq(position - 1, spec.dq_pieces - 1, between)
-        if const_expr(spec.stages_dout == 1):
-            # The next tile of dO has to come soon.
-            warpgroup.wait_group(0)
-            self.release_rows(loads.dout, position, 1)
-        # Behind the fence that shared dS, which waits for all that its threads have on the way to memory: now they
-        # have until the next one.
-        if const_expr(not first and spec.dq_leaves == "late" and spec.dq_stages == 0):
-            self.add_dq(work, rows, before[1], before[0], me, shared, dq)
-
-    @cute.jit
-    def send_dq(
-        self,
-        work: KeyWork,
-        rows: Rows,
-        of: tuple[Int32, Int32],
-        position: Int32,
-        between: KeyBarriers,
-        me: Consumer,
-        shared: KeyShared,
-        dq: cute.Tensor,
-    ):
-        if const_expr(self.spec.dq_stages > 0):
-            self.put_dq(position, 0, between, me, shared, dq)
-            if const_expr(self.spec.dq_pieces > 1):
-                self.fence()
-                self.show_dq(position, 0, between)
-        else:
-            self.add_dq(work, rows, of[1], of[0], me, shared, dq)
+        if const_expr(not first):
+            self.show_dq(position - 1, between)
 
     @cute.jit
     def release_rows(self, load: Load, position: Int32, stages: cutlass.Constexpr):
@@ -632,12 +594,6 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
         # All lanes have read the statistics of their columns.
         cute.arch.sync_warp()
         barriers.release(load.empty, position, stages)
-
-    @cute.jit
-    def fence(self):
-        """Make what this warp has written to shared memory visible to the tensor core and to bulk copies."""
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
 
     def rounded_scores(self) -> cute.Tensor:
         """Registers for a warpgroup's part of P or dS, rounded."""
@@ -661,6 +617,8 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
         """Issue dQ = dS K of a query tile, behind its dK; returns where it will be."""
         mma = self.dq_mma()
         dq = self.accumulator(mma, self.spec.dq_columns)
+        if const_expr(self.spec.dq == "none"):
+            return dq
         warpgroup.fence()
         mma.set(warpgroup.Field.ACCUMULATE, False)
         for part in cutlass.range_constexpr(self.key_parts):
@@ -671,6 +629,12 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
                 mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
         return dq
+
+    @cute.jit
+    def make_visible(self):
+        """Let the tensor core and bulk copies see what this warp has written to shared memory."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
 
     @cute.jit
     def share(self, rounded: cute.Tensor, shared: cute.Tensor, position: Int32, full: cute.Pointer, me: Consumer):
@@ -685,7 +649,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeyEpilogue):
                 (0, me.group),
             )
         self.write(rounded, tile, me)
-        self.fence()
+        self.make_visible()
         barriers.release(full, position, DS_BUFFERS)
 
 

@@ -48,10 +48,10 @@ class Rows(NamedTuple):
     lse: Int64
     #: rowsum(dout * out) - dLSE; 0 for the same rows.
     delta: Int64
-    #: Sums of dQ, before the softmax scale; the order of a tile's elements is explained at ``add_dq``.
+    #: Sums of dQ, before the softmax scale; the order of a tile's elements is explained at ``KeySums``.
     dq: Int64
     #: With ``deterministic``, whose turn it is to add to a tile of dQ: int32, 0 before the launch, one for each
-    #: query tile, head and warpgroup.
+    #: query tile and head.
     turns: Int64
 
 
@@ -103,18 +103,18 @@ class KeyShared(NamedTuple):
     ds_rows: cute.Tensor
     #: P transposed; only where the warpgroups share their keys.
     p: cute.Tensor | None
-    #: Float32 dQ in the order of the sums, (4 registers, thread, chunk, warpgroup, stage); None with no stages.
+    #: Float32 dQ in the order of the sums, (4 registers, thread, chunk, warpgroup, stage).
     dq: cute.Tensor | None
-    #: (2, warpgroup) int64: where a warpgroup has a turn to pass on, or 0, and its next value.
-    turns: cute.Tensor
 
 
 class KeyBarriers(NamedTuple):
-    """Barriers between the consumers: dS, or P, of a step is in shared memory."""
+    """Barriers between the consumers, and the warp that adds dQ."""
+
+    #: dS, or P, of a step is in shared memory.
 
     ds_full: cute.Pointer
     p_full: cute.Pointer
-    #: A dQ tile is in shared memory; and has been added.
+    #: dQ of a step is in shared memory; and has left it.
     dq_full: cute.Pointer
     dq_empty: cute.Pointer
 

@@ -1,0 +1,118 @@
+"""How dQ tiles get to their float32 sums in global memory."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from fa3.spec import WARPGROUP_THREADS, BackwardSpec
+
+from . import barriers, ptx, tiles
+from .backward_work import KeyBarriers, KeyExtras, KeyShared, KeySizes, KeyWork, Rows
+from .work import Consumer
+
+
+class KeySums:
+    """The way of dQ, from a consumer's registers, or by a warp of its own from shared memory.
+
+    The sums of a tile are those of the warpgroups' parts one after the other; of a part, four registers of every thread
+    come first, then the next four: a warp writes 512 bytes at a time, and nobody needs a matrix.
+    """
+
+    spec: BackwardSpec
+    tile_m: int
+    tile_n: int
+    groups: int
+
+    @cute.jit
+    def send_dq(
+        self,
+        work: KeyWork,
+        rows: Rows,
+        head: Int32,
+        m_block: Int32,
+        position: Int32,
+        between: KeyBarriers,
+        me: Consumer,
+        shared: KeyShared,
+        dq: cute.Tensor,
+    ):
+        """Add the warpgroup's part of a dQ tile to its sums, or write it where the warp that adds finds it.
+
+        There it is to be seen only behind a fence, and `show_dq`.
+        """
+        thread = 32 * me.warp + me.lane
+        chunks = cute.size(dq) // 4
+        if const_expr(self.spec.dq == "shared"):
+            barriers.wait_empty(between.dq_empty, position, self.spec.dq_stages)
+            tile = shared.dq[None, None, None, me.group, barriers.stage_of(position, self.spec.dq_stages)]
+            for i in cutlass.range_constexpr(chunks):
+                values = cute.make_tensor(dq.iterator + 4 * i, cute.make_layout(4))
+                cute.autovec_copy(values, tile[None, thread, i])
+        else:
+            part = Int64(self.groups * work.row_tile(head, m_block) + me.group)
+            address = rows.dq + 16 * (part * (chunks * WARPGROUP_THREADS) + thread)
+            for i in cutlass.range_constexpr(chunks):
+                ptx.add_to_memory(address + 16 * WARPGROUP_THREADS * i, dq, 4 * i)
+
+    @cute.jit
+    def show_dq(self, position: Int32, between: KeyBarriers):
+        """Say that this warp has written its part of a dQ tile to shared memory."""
+        if const_expr(self.spec.dq == "shared"):
+            barriers.release(between.dq_full, position, self.spec.dq_stages)
+
+    @cute.jit
+    def add_sums(
+        self,
+        sizes: KeySizes,
+        extras: KeyExtras,
+        supply: tiles.Supply,
+        between: KeyBarriers,
+        rows: Rows,
+        shared: KeyShared,
+    ):
+        """The warp that adds dQ tiles from shared memory to their sums, where the order is fixed each in its turn."""
+        spec = self.spec
+        size = 4 * self.tile_m * spec.head_dim
+        done, position = Int32(0), Int32(0)
+        n_block, head, batch_index = supply.take(done)
+        while n_block >= 0:
+            work = self.work_of(sizes, extras, n_block, head, batch_index, done, position)
+            m_block, query_head = work.first_tile, head * sizes.group
+            for step in cutlass.range(position, position + work.steps, unroll=1):
+                row_tile = work.row_tile(query_head, m_block)
+                stage = barriers.stage_of(step, spec.dq_stages)
+                barriers.wait_full(between.dq_full, step, spec.dq_stages)
+                # One thread for all of it: copies that it has started are what it can wait for.
+                if cute.arch.lane_idx() == 0:
+                    turn_address, turn = rows.turns + 4 * Int64(row_tile), self.turn_of(work, m_block)
+                    if const_expr(spec.deterministic):
+                        current = ptx.load_acquire(turn_address)
+                        while current != turn:
+                            current = ptx.load_acquire(turn_address)
+                    source = shared.dq[None, None, None, None, stage].iterator.toint()
+                    ptx.add_bulk(rows.dq + size * Int64(row_tile), source, size)
+                    cute.arch.cp_async_bulk_commit_group()
+                    # Until it has been read; where another block comes next, until it has been added.
+                    cute.arch.cp_async_bulk_wait_group(0, read=not spec.deterministic)
+                    if const_expr(spec.deterministic):
+                        ptx.store_release(turn_address, turn + 1)
+                    cute.arch.mbarrier_arrive(between.dq_empty + stage)
+                cute.arch.sync_warp()
+                m_block, query_head = self.next_rows(work, m_block, query_head)
+            position += work.steps
+            done += 1
+            n_block, head, batch_index = supply.take(done)
+        # Shared memory must stay until the last one has been read.
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def turn_of(self, work: KeyWork, m_block: Int32) -> Int32:
+        """How many blocks add to a dQ tile before this one, where the order is fixed: that of the tiles of work."""
+        end = work.sizes.n_blocks
+        if const_expr(self.spec.mask != "full"):
+            mask = work.sizes.mask
+            last_query = cutlass.min((m_block + 1) * self.tile_m, mask.seqlen_q) - 1
+            _, end = mask.key_tiles(m_block * self.tile_m, last_query, self.tile_n, self.spec.mask)
+        return end - 1 - work.n_block
