@@ -208,7 +208,9 @@ def test_kernels_of_every_option_promise_the_same(changes: dict[str, object]) ->
 
 
 BACKWARD = BackwardSpec("bf16", 128, 128, "causal", tile_m=64, tile_n=128, stages=2, stages_dout=2)
-BACKWARD_KEPT = dataclasses.replace(KEPT, hgmma=64, waits=6, overlap=[0], under=[32], vector_reductions=16)
+BACKWARD_KEPT = dataclasses.replace(
+    KEPT, hgmma=64, waits=6, overlap=[0], under=[32], bulk_reductions=1, spills_in_loops=[0]
+)
 PREPARE = PrepareSpec("bf16", 128, 128, tile_m=64)
 FINISH = FinishSpec("bf16", 128, tile_m=64)
 #: Of a kernel without products.
@@ -221,8 +223,9 @@ PLAIN_KEPT = Report(32, 0, 0, 0, 0, 0, 0, 0, 0, 0, [], [])
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"stack": 32}, "stack 32"),
-        ({"spills": 3}, "3 spill"),
+        ({"stack": 72}, "stack 72"),
+        ({"local": 8}, "local memory 8"),
+        ({"spills": 3, "spills_in_loops": [0, 3]}, "[0, 3] spill"),
         ({"hgmma": 0, "waits": 0}, "no HGMMA"),
         ({"utmaldg": 0}, "no UTMALDG"),
         ({"utmastg": 0}, "no UTMASTG"),
@@ -231,7 +234,7 @@ PLAIN_KEPT = Report(32, 0, 0, 0, 0, 0, 0, 0, 0, 0, [], [])
         ({"setmaxreg": [24, 248]}, "asks for 66560 registers: the block owns 64512"),
         ({"overlap": [], "under": []}, "no main loop"),
         ({"under": [32, 15]}, "expected 16 on"),
-        ({"vector_reductions": 0}, "no REDG of 16 bytes"),
+        ({"bulk_reductions": 0}, "no UBLKRED"),
     ],
 )
 def test_each_broken_promise_of_the_backward_is_named(
@@ -241,6 +244,18 @@ def test_each_broken_promise_of_the_backward_is_named(
     assert check(spec, BACKWARD_KEPT) == []
     (broken,) = check(spec, dataclasses.replace(BACKWARD_KEPT, **change))  # type: ignore[arg-type]
     assert sentence in broken
+
+
+@pytest.mark.parametrize("dq", ["registers", "early"])
+def test_sums_from_registers_leave_by_vectors(dq: str) -> None:
+    spec = dataclasses.replace(BACKWARD, dq=dq)
+    assert check(spec, dataclasses.replace(BACKWARD_KEPT, bulk_reductions=0, vector_reductions=16)) == []
+    (broken,) = check(spec, BACKWARD_KEPT)
+    assert "no REDG of 16 bytes" in broken
+
+
+def test_the_backward_may_keep_a_few_addresses_in_memory_around_its_main_loop() -> None:
+    assert check(BACKWARD, dataclasses.replace(BACKWARD_KEPT, stack=64, spills=18)) == []
 
 
 def test_warpgroups_that_share_their_keys_have_half_of_the_scores_each() -> None:

@@ -301,7 +301,8 @@ AROUND = (PREPARE, FINISH)
         (BACKWARD, "tile_n", [0, 32, 96, 256]),
         (BACKWARD, "stages", [0, -1, 5]),
         (BACKWARD, "stages_dout", [0, -1, 5]),
-        (BACKWARD, "dq_leaves", ["", "never"]),
+        (BACKWARD, "dq", ["", "late"]),
+        (BACKWARD, "dq_stages", [0, -1, 3]),
     ],
     ids=lambda value: type(value).__name__ if hasattr(value, "as_dict") else None,
 )
@@ -319,10 +320,11 @@ def test_a_field_of_a_gradients_spec_out_of_range_is_refused_with_its_name_and_v
         ({"mask": "blocks"}, "mask='blocks': blocks that are cut need a mask_mod"),
         ({"score_mod": "m:f"}, "score_mod='m:f', derivative='': both or neither"),
         ({"derivative": "m:g"}, "score_mod='', derivative='m:g': both or neither"),
+        ({"dq": "registers", "deterministic": True}, "deterministic=True with dq='registers'"),
         (
             {"tile_m": 128, "stages": 3, "stages_dout": 2},
-            # K and V; q and dout of several steps; dS of two; LSE and delta in float32.
-            f"needs {2 * (128 * 256 + 128 * 5 * 128 + 2 * 128 * 128) + 4 * 128 * 5 + 1024} bytes of shared memory: at "
+            # K and V; q and dout of several steps; dS of two; LSE, delta and dQ in float32.
+            f"needs {2 * (128 * 256 + 128 * 5 * 128 + 2 * 128 * 128) + 4 * 128 * (5 + 128) + 1024} bytes of shared memory: at "
             "most 232448",
         ),
     ],
@@ -347,7 +349,8 @@ def test_fields_of_a_backward_that_do_not_go_together_are_refused(changes, messa
                 "tile_n": 64,
                 "stages": 3,
                 "stages_dout": 1,
-                "dq_leaves": "early",
+                "dq": "early",
+                "dq_stages": 2,
                 "deterministic": True,
                 "softcap": True,
                 "score_mod": "other:score",
@@ -369,9 +372,9 @@ def test_the_name_of_a_gradients_spec_tells_it_apart_by_every_field(spec, others
 
 
 def test_the_names_of_plain_gradients_specs_say_their_dims_mask_and_tiles():
-    assert BACKWARD.name == "backward_bf16_d128_causal_64x128x2x2_late"
+    assert BACKWARD.name == "backward_bf16_d128_causal_64x128x2x2_dq1"
     assert replace(BACKWARD, head_dim=192, deterministic=True).name == (
-        "backward_bf16_d192v128_causal_64x128x2x2_late_deterministic"
+        "backward_bf16_d192v128_causal_64x128x2x2_dq1_deterministic"
     )
     assert PREPARE.name == "prepare_bf16_d128v128_64"
     assert FINISH.name == "finish_bf16_d128_64"

@@ -41,6 +41,7 @@ class Report:
         stack: bytes of stack a thread.
         local: bytes of local memory a thread.
         spills: LDL and STL instructions.
+        spills_in_loops: those of each main loop.
         shared_static: bytes of static shared memory, of which the CUDA runtime keeps 1024.
         hgmma, utmaldg, utmastg, exp2: counts of WGMMA, TMA load, TMA store and MUFU.EX2 instructions.
         waits: WARPGROUP.DEPBAR instructions, the waits for products.
@@ -50,7 +51,8 @@ class Report:
         under: for each main loop the exponentials that are issued while any product is in flight: behind a product
             and before the wait that leaves none.
         vector_stores: stores of 16 bytes to global memory.
-        vector_reductions: additions of 16 bytes of float32 to global memory.
+        vector_reductions: additions of 16 bytes of float32 from registers to global memory.
+        bulk_reductions: additions of shared memory to global memory.
     """
 
     registers: int
@@ -68,6 +70,8 @@ class Report:
     under: list[int] = field(hash=False, default_factory=list)
     vector_stores: int = 0
     vector_reductions: int = 0
+    bulk_reductions: int = 0
+    spills_in_loops: list[int] = field(hash=False, default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -189,20 +193,22 @@ def read_report(resource_usage: str, sass: str) -> Report:
         under=[_exponentials_under_products(loop) for loop in loops],
         vector_stores=count_vectors("STG", "128"),
         vector_reductions=count_vectors("REDG", "F32x4"),
+        bulk_reductions=count("UBLKRED"),
+        spills_in_loops=[sum(i.is_a("LDL") or i.is_a("STL") for i in loop) for loop in loops],
     )
 
 
 def check(spec: KernelSpec, found: Report) -> list[str]:
     """Promises of the spec that the machine code breaks, one sentence each; empty if it keeps them all."""
     broken = []
+    if isinstance(spec, BackwardSpec):
+        return [*_check_products(spec, found), *_check_backward(spec, found)]
     if found.stack or found.local:
         broken.append(f"stack {found.stack} and local memory {found.local} bytes: must be 0")
     if found.spills:
         broken.append(f"{found.spills} spill instructions (LDL, STL): must be none")
     if isinstance(spec, ForwardSpec):
         return [*broken, *_check_products(spec, found), *_check_overlap(spec, found)]
-    if isinstance(spec, BackwardSpec):
-        return [*broken, *_check_products(spec, found), *_check_backward(spec, found)]
     if isinstance(spec, PrepareSpec):
         if not found.vector_stores:
             broken.append("no STG of 16 bytes: the sums of dQ must be zeroed by vectors")
@@ -248,13 +254,24 @@ def _check_overlap(spec: ForwardSpec, found: Report) -> Iterator[str]:
         yield f"overlap is off, but {found.overlap} exponentials run under a product"
 
 
+#: Bytes of stack that a thread of the backward may use outside its main loop.
+STACK_AROUND_THE_LOOP = 64
+
+
 def _check_backward(spec: BackwardSpec, found: Report) -> Iterator[str]:
+    # The main loop takes all registers there are. Addresses of what happens once in a tile of work may wait in memory.
+    if any(found.spills_in_loops):
+        yield f"{found.spills_in_loops} spill instructions (LDL, STL) in the main loops: must be none"
+    if found.local or found.stack > STACK_AROUND_THE_LOOP:
+        yield f"stack {found.stack} and local memory {found.local} bytes: at most {STACK_AROUND_THE_LOOP} and 0"
     # As in the forward half of a thread's exponentials. It does not matter whether they run under dK or, where the
     # assembler put them behind the wait for it, under dQ.
     enough = spec.score_rows // 4
     if found.under and min(found.under) < enough:
         yield f"{found.under} exponentials under a product in the main loops, expected {enough} on"
-    if not found.vector_reductions:
+    if spec.dq == "shared" and not found.bulk_reductions:
+        yield "no UBLKRED: dQ must be added to its sums by bulk copies"
+    if spec.dq in ("registers", "early") and not found.vector_reductions:
         yield "no REDG of 16 bytes: dQ must be added to its sums by vectors"
 
 
