@@ -19,7 +19,7 @@ from recorder import install as install_forward
 #: Arguments of each kernel, in order.
 ARGUMENTS: dict[type, tuple[str, ...]] = {
     PrepareSpec: (
-        *("out", "dout", "lse", "dlse", "lse_log2", "delta", "dq", "stream"),
+        *("out", "dout", "lse", "dlse", "lse_log2", "delta", "dq", "turns", "stream"),
         *("batch", "seqlen_q", "heads", "head_dim_v", "out_strides", "dout_strides"),
     ),
     BackwardSpec: (
@@ -28,7 +28,10 @@ ARGUMENTS: dict[type, tuple[str, ...]] = {
         *(f"{name}_strides" for name in ("q", "k", "v", "dout", "dk", "dv")),
         *("softmax_scale", "parts", "section", "levels", "blocks", "extra_numbers"),
     ),
-    FinishSpec: ("sums", "dq", "stream", "batch", "seqlen_q", "heads", "head_dim", "dq_strides", "softmax_scale"),
+    FinishSpec: (
+        *("sums", "turns", "dq", "stream", "batch", "seqlen_q", "heads", "head_dim", "dq_strides"),
+        "softmax_scale",
+    ),
 }
 
 

@@ -230,32 +230,42 @@ def test_rows_that_see_no_key_reach_no_kernel_whatever_they_hold(kernels, option
 
 def test_the_sums_are_added_in_no_fixed_order_unless_asked(kernels):
     backward(*tensors())
-    assert kernels.one(BackwardSpec)["turns"] == 0
     assert not kernels.one(BackwardSpec)["spec"].deterministic
 
 
-def check_turns(kernels):
-    def look(call):
-        if type(call["spec"]) is BackwardSpec:
-            spec = call["spec"]
-            tiles = 2 * 4 * math.ceil(100 / spec.tile_m)
-            turns = memory(call["turns"], spec.consumer_warpgroups * tiles, torch.int32)
-            assert not turns.any(), "nobody has had a turn"
-
-    kernels.look = look
-
-
 def test_a_call_may_ask_for_a_fixed_order(kernels):
-    check_turns(kernels)
     backward(*tensors(), deterministic=True)
     assert kernels.one(BackwardSpec)["spec"].deterministic
-    assert kernels.one(BackwardSpec)["turns"] != 0
 
 
 def test_so_may_all_of_pytorch(kernels, fixed_order):
-    check_turns(kernels)
     backward(*tensors())
     assert kernels.one(BackwardSpec)["spec"].deterministic
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"window_left": 30}], ids=str)
+def test_every_tile_of_dq_has_a_turn_that_prepare_writes_and_finish_reads(kernels, options):
+    tiles = []
+
+    def look(call):
+        if type(call["spec"]) is BackwardSpec:
+            tiles.append(2 * 4 * math.ceil(100 / call["spec"].tile_m))
+            write(call["turns"], torch.full((tiles[-1],), 7, dtype=torch.int32))
+        elif type(call["spec"]) is FinishSpec:
+            assert torch.equal(memory(call["turns"], tiles[-1], torch.int32), torch.full((tiles[-1],), 7))
+
+    kernels.look = look
+    backward(*tensors(), **options)
+    turns = {kernels.one(kind)["turns"] for kind in KINDS}
+    assert len(turns) == 1
+    assert 0 not in turns
+
+
+def test_where_sums_are_added_from_registers_there_are_zeros_and_no_turns(kernels):
+    backward(*tensors(head_dim=256, head_dim_v=256))
+    assert kernels.one(BackwardSpec)["spec"].dq == "registers"
+    assert kernels.one(PrepareSpec)["spec"].zeros
+    assert {kernels.one(kind)["turns"] for kind in (BackwardSpec, FinishSpec)} == {0}
 
 
 def test_what_is_remembered_of_one_kind_is_not_used_for_the_other(kernels):
@@ -273,9 +283,14 @@ def test_what_is_remembered_of_one_kind_is_not_used_for_the_other(kernels):
 
 def test_each_part_of_wide_values_begins_with_new_turns(kernels):
     def look(call):
-        if type(call["spec"]) is BackwardSpec:
+        kind = type(call["spec"])
+        if kind is PrepareSpec:
+            write(call["turns"], torch.zeros(16, dtype=torch.int32))
+        elif kind is BackwardSpec:
             assert not memory(call["turns"], 16, torch.int32).any()
             write(call["turns"], torch.full((16,), 7, dtype=torch.int32))
+        else:
+            assert memory(call["turns"], 16, torch.int32).eq(7).all()
 
     kernels.look = look
     backward(*tensors(head_dim=64, head_dim_v=512), deterministic=True)

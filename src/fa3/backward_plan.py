@@ -124,7 +124,7 @@ def make_backward_specs(
     """The kernels of a tile class with these tiles."""
     head_dim, head_dim_v = kind
     return (
-        PrepareSpec(dtype, head_dim, head_dim_v, tiles.tile_m),
+        PrepareSpec(dtype, head_dim, head_dim_v, tiles.tile_m, zeros=tiles.dq != "shared"),
         BackwardSpec(
             dtype, head_dim, head_dim_v, mask, tiles.tile_m, tiles.tile_n, tiles.stages, tiles.stages_dout,
             tiles.dq, tiles.dq_stages, **features,  # type: ignore[arg-type]

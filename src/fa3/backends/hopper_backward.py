@@ -36,7 +36,7 @@ class _Plain:
     prepare: tuple[Any, ...]
     main: tuple[Any, ...]
     finish: tuple[Any, ...]
-    #: float32 of the sums of dQ, of the statistics of a row, and int32 of the turns.
+    #: float32 of the sums of dQ, rows that have statistics, and turns (`fa3.kernels.parts.backward_work.Rows`).
     sums: int
     rows: int
     turns: int
@@ -176,8 +176,14 @@ def _plain_arguments(kernels: _Kernels, q: Tensor, k: Tensor, v: Tensor, dout: T
         finish=(*sizes, heads, problem.head_dim, dq_strides, problem.softmax_scale),
         sums=rows * spec.head_dim,
         rows=rows,
-        turns=spec.consumer_warpgroups * batch * heads * kernels.m_blocks if spec.deterministic else 0,
+        turns=_turns(kernels),
     )  # fmt: skip
+
+
+def _turns(kernels: _Kernels) -> int:
+    """How many turns the kernels take: one for each tile of dQ that goes through shared memory."""
+    problem = kernels.problem
+    return problem.batch * problem.heads_q * kernels.m_blocks if kernels.spec.dq == "shared" else 0
 
 
 def _are_ready(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> bool:
@@ -208,23 +214,23 @@ def _run_plain(
         with torch.cuda.device(device):
             return _run_plain(kernels, plain, dout, dlse, q, k, v, out, lse, options)
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    memory = lse.new_empty(plain.sums + 2 * plain.rows)
-    turns = torch.zeros(plain.turns, dtype=torch.int32, device=q.device) if plain.turns else None
+    memory = lse.new_empty(plain.sums + 2 * plain.rows + plain.turns)
     sums = memory.data_ptr()
     lse_log2 = sums + 4 * plain.sums
     delta = lse_log2 + 4 * plain.rows
+    turns = delta + 4 * plain.rows if plain.turns else 0
     counter, stream = hopper.counter_and_stream(device)
     q_address, dout_address = q.data_ptr(), dout.data_ptr()
     extras = hopper.extra_numbers(kernels.numbers, None, options) if options is not None else kernels.numbers or None
     kernels.prepare(
         out.data_ptr(), dout_address, lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(), lse_log2, delta, sums,
-        stream, *plain.prepare,
+        turns, stream, *plain.prepare,
     )  # fmt: skip
     kernels.main(
         q_address, k.data_ptr(), v.data_ptr(), dout_address, dk.data_ptr(), dv.data_ptr(), lse_log2, delta, sums,
-        0 if turns is None else turns.data_ptr(), counter.data_ptr(), stream, *plain.main, extras,
+        turns, counter.data_ptr(), stream, *plain.main, extras,
     )  # fmt: skip
-    kernels.finish(sums, dq.data_ptr(), stream, *plain.finish)
+    kernels.finish(sums, turns, dq.data_ptr(), stream, *plain.finish)
     return dq, dk, dv
 
 
@@ -324,36 +330,35 @@ def _launch(
     if kernels.parts > 1:
         target_dk, target_dv = (_of_parts(x, kernels.parts) for x in (dk, dv))
     all_sums: Tensor | None = None
+    all_turns = torch.empty(0)
     delta = statistics[1]
     for first in range(0, problem.head_dim_v, MAX_COLUMNS):
         part = slice(first, min(first + MAX_COLUMNS, problem.head_dim_v))
         v_part, dout_part, out_part, dv_part = (x[..., part] for x in (v, dout, out, target_dv))
         dk_part = target_dk if first == 0 else torch.empty_like(target_dk)
         sums = torch.empty(problem.batch * problem.heads_q * rows * spec.head_dim, dtype=torch.float32, device=q.device)
-        turns = None
-        if spec.deterministic:
-            tiles = problem.batch * problem.heads_q * kernels.m_blocks
-            turns = torch.zeros(spec.consumer_warpgroups * tiles, dtype=torch.int32, device=q.device)
+        turns = torch.empty(_turns(kernels), dtype=torch.int32, device=q.device)
         sizes = (problem.batch, problem.seqlen_q)
         counter, stream = hopper.counter_and_stream(q.get_device())
         # Of the LSE's gradient, and of delta, each part takes its own share.
         part_dlse = dlse if first == 0 else None
         kernels.prepare(
             out_part.data_ptr(), dout_part.data_ptr(), lse.data_ptr(), 0 if part_dlse is None else part_dlse.data_ptr(),
-            statistics[0].data_ptr(), statistics[1].data_ptr(), sums.data_ptr(), stream,
+            statistics[0].data_ptr(), statistics[1].data_ptr(), sums.data_ptr(), turns.data_ptr(), stream,
             *sizes, problem.heads_q, out_part.shape[-1], hopper._strides(out_part), hopper._strides(dout_part),
         )  # fmt: skip
         kernels.main(
             q.data_ptr(), k.data_ptr(), v_part.data_ptr(), dout_part.data_ptr(), dk_part.data_ptr(), dv_part.data_ptr(),
-            statistics[0].data_ptr(), statistics[1].data_ptr(), sums.data_ptr(),
-            0 if turns is None else turns.data_ptr(), counter.data_ptr(), stream,
+            statistics[0].data_ptr(), statistics[1].data_ptr(), sums.data_ptr(), turns.data_ptr(),
+            counter.data_ptr(), stream,
             *sizes, problem.seqlen_k, problem.heads_q, problem.heads_kv, q.shape[-1], v_part.shape[-1],
             *(hopper._strides(x) for x in (q, k, v_part, dout_part, dk_part, dv_part)),
             problem.softmax_scale, kernels.parts, *kernels.order, hopper.extra_numbers(kernels.numbers, None, options),
         )  # fmt: skip
         if all_sums is None:
-            all_sums = sums
+            all_sums, all_turns = sums, turns
         else:
+            # Of tiles that have had no turn neither holds anything, and none of it is read.
             all_sums += sums
             delta = delta + statistics[1]
             target_dk.copy_(target_dk.float() + dk_part.float())
@@ -361,7 +366,7 @@ def _launch(
             statistics = torch.empty_like(statistics)
     assert all_sums is not None
     kernels.finish(
-        all_sums.data_ptr(), target_dq.data_ptr(), stream, *sizes, problem.heads_q, q.shape[-1],
+        all_sums.data_ptr(), all_turns.data_ptr(), target_dq.data_ptr(), stream, *sizes, problem.heads_q, q.shape[-1],
         hopper._strides(target_dq), problem.softmax_scale,
     )  # fmt: skip
     for gradient, target in zip((dq, dk, dv), (target_dq, target_dk, target_dv), strict=True):

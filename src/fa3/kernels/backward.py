@@ -186,7 +186,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
         )
 
     def shared_layouts(self) -> tuple[cute.ComposedLayout, ...]:
-        """Layouts of q, k, v, dout, and of dk and dv, which take the places of k and v; rows by columns."""
+        """Layouts of q, k, v, dout, and of dk and dv; rows by columns."""
         spec = self.spec
         q_part, k_part, dv_part = self.q_part, self.k_part, self.dv_columns
         return (
@@ -255,7 +255,8 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
 
         @cute.struct
         class SharedStorage:
-            kv_empty: cute.struct.MemRange[Int64, 1]
+            k_empty: cute.struct.MemRange[Int64, 1]
+            v_empty: cute.struct.MemRange[Int64, 1]
             k_full: cute.struct.MemRange[Int64, 1]
             v_full: cute.struct.MemRange[Int64, 1]
             q_full: cute.struct.MemRange[Int64, spec.stages]
@@ -305,7 +306,8 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             score_aux=scores.make_aux(spec.score_aux, extras.score_aux),
             mask_aux=scores.make_aux(spec.mask_aux, extras.mask_aux),
         )
-        kv_empty, k_full, v_full = storage.kv_empty.data_ptr(), storage.k_full.data_ptr(), storage.v_full.data_ptr()
+        k_full, k_empty = storage.k_full.data_ptr(), storage.k_empty.data_ptr()
+        v_full, v_empty = storage.v_full.data_ptr(), storage.v_empty.data_ptr()
         q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
         dout_full, dout_empty = storage.dout_full.data_ptr(), storage.dout_empty.data_ptr()
         between = KeyBarriers(
@@ -325,8 +327,9 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(k_full, 1)
                 cute.arch.mbarrier_init(v_full, 1)
-                # The warp that stored dK and dV of a warpgroup releases k and v, whose places they took.
-                cute.arch.mbarrier_init(kv_empty, self.groups)
+                # One warp of each warpgroup, when all have read k; and when dK and dV have left shared memory.
+                cute.arch.mbarrier_init(k_empty, self.groups)
+                cute.arch.mbarrier_init(v_empty, self.groups)
                 # Every consumer warp releases a stage, and says that its part of P or dS is there, for itself.
                 for full, empty, count in (
                     (q_full, q_empty, spec.stages),
@@ -358,15 +361,16 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             return Load(atom, *copies.partition(atom, tile, global_tiles), full, empty, size + bytes_beside)
 
         loads = KeyLoads(
-            make_load(k_tma, shared.k, k_smem, k_full, kv_empty),
-            make_load(v_tma, shared.v, v_smem, v_full, kv_empty),
+            make_load(k_tma, shared.k, k_smem, k_full, k_empty),
+            make_load(v_tma, shared.v, v_smem, v_full, v_empty),
             make_load(q_tma, shared.q, q_smem, q_full, q_empty, 4 * self.tile_m),
             make_load(dout_tma, shared.dout, dout_smem, dout_full, dout_empty, 4 * self.tile_m),
             storage.lse.get_tensor(cute.make_layout((self.tile_m, spec.stages))),
             storage.delta.get_tensor(cute.make_layout((self.tile_m, spec.stages_dout))),
         )
         stores = []
-        for pair, memory, smem in ((dk_tma, storage.k, dk_smem), (dv_tma, storage.v, dv_smem)):
+        # dV takes the place of v. dK takes that of dS, and of P where there is one: the next k comes the earlier.
+        for pair, memory, smem in ((dk_tma, storage.ds, dk_smem), (dv_tma, storage.v, dv_smem)):
             atom, in_global = pair
             columns_of = cute.size(smem, mode=[1])
             global_tiles = cute.local_tile(in_global, (WGMMA_ROWS, columns_of), (None, None, None, None))
@@ -415,18 +419,21 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             operands.dk.fill(0.0)
             operands.dv.fill(0.0)
             barriers.wait_full(loads.k.full, done, 1)
-            barriers.wait_full(loads.v.full, done, 1)
             if work.steps > 0:
                 self.walk(work, loads, between, rows, me, shared, operands, scale_log2)
-            # K and V have been read by all, and dK and dV may take their places.
+            else:
+                barriers.wait_full(loads.v.full, done, 1)
+            # All have read K, V and dS.
             barriers.sync_groups(self.groups)
+            if me.warp == 0:
+                barriers.release(loads.k.empty, done, 1)
             for i in cutlass.range_constexpr(cute.size(operands.dk)):
                 operands.dk[i] = operands.dk[i] * softmax_scale
             self.store(work, me, operands.dv, self.dv_columns, stores[1])
             self.store(work, me, operands.dk, self.dk_columns, stores[0])
             if me.warp == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                barriers.release(loads.k.empty, done, 1)
+                barriers.release(loads.v.empty, done, 1)
             position += work.steps
             done += 1
             n_block, head, batch_index = supply.take(done)
@@ -552,6 +559,9 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
         keys = self.keys_of(work, me)
         p = operands.p if const_expr(spec.split_keys) else self.rounded_scores()
         self.probabilities(work, m_block, head, keys, queries, me, lse, raw_scores, p, scale_log2)
+        if const_expr(first):
+            # V is there, so dK of the tile before has left the place of P and dS.
+            barriers.wait_full(loads.v.full, work.done, 1)
         if const_expr(not spec.split_keys):
             self.share(p, shared.p, position, between.p_full, me)
         if const_expr(not first):

@@ -28,6 +28,7 @@ class FinishKernel:
     def __call__(
         self,
         sums: Int64,
+        turns: Int64,
         dq: Int64,
         stream: cuda.CUstream,
         batch: Int32,
@@ -39,7 +40,8 @@ class FinishKernel:
     ):
         """Launch a block for each query tile.
 
-        ``sums`` and ``dq`` are device addresses; the order of the sums is explained at ``BackwardKernel.add_dq``.
+        ``sums``, ``turns`` and ``dq`` are device addresses, the first two as `fa3.kernels.parts.backward_work.Rows` has
+        them; ``turns`` may be 0: the sums were zeros before. Else a tile whose turn is 0 nobody has added to.
         Strides are (batch, row, head) in elements, multiples of 8, the address of dq of 16 bytes.
         """
         batch_stride, row_stride, head_stride = dq_strides
@@ -48,7 +50,7 @@ class FinishKernel:
         )
         tma, tensor = copies.make_tma(cpasync.CopyBulkTensorTileS2GOp(), view, self.shared_layout())
         m_blocks = (seqlen_q + self.spec.tile_m - 1) // self.spec.tile_m
-        self.kernel(tma, tensor, sums, heads, m_blocks, softmax_scale).launch(
+        self.kernel(tma, tensor, sums, turns, heads, m_blocks, softmax_scale).launch(
             grid=[m_blocks * heads * batch, 1, 1], block=[self.spec.threads, 1, 1], stream=stream
         )
 
@@ -62,6 +64,7 @@ class FinishKernel:
         tma: cute.CopyAtom,
         tensor: cute.Tensor,
         sums: Int64,
+        turns: Int64,
         heads: Int32,
         m_blocks: Int32,
         softmax_scale: Float32,
@@ -90,8 +93,12 @@ class FinishKernel:
         for i in cutlass.range_constexpr(chunks):
             source = cute.make_tensor(pointer + 4 * WARPGROUP_THREADS * i, cute.make_layout(4))
             cute.autovec_copy(source, cute.make_tensor(values.iterator + 4 * i, cute.make_layout(4)))
+        added = Int32(1)
+        if turns != 0:
+            turn = cute.make_ptr(Int32, turns, cute.AddressSpace.gmem, assumed_align=4) + tile
+            added = cute.make_tensor(turn, cute.make_layout(1))[0]
         for i in cutlass.range_constexpr(cute.size(values)):
-            values[i] = values[i] * softmax_scale
+            values[i] = values[i] * softmax_scale if added != 0 else Float32(0.0)
         rounded = cute.make_rmem_tensor(values.layout, self.dtype)
         products.round_to(self.dtype, values, rounded)
         copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
@@ -116,8 +123,7 @@ def compile_finish(spec: FinishSpec, options: str) -> Any:
     """Compile the spec's host entry; needs no GPU."""
     return cute.compile(
         FinishKernel(spec),
-        Int64(0),
-        Int64(0),
+        *[Int64(0)] * 3,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=False),
         *[Int32(1)] * 4,
         (Int64(0),) * 3,

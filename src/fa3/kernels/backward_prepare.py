@@ -1,4 +1,4 @@
-"""The pass before the backward's main one: what it needs of each query row, and zeros for the sums of dQ.
+"""The pass before the backward's main one: what it needs of each query row, and zeros for the turns or the sums of dQ.
 
 ``delta = rowsum(dO * O) - dLSE``: the derivative of the softmax subtracts from each dP the mean of its row under P,
 which is rowsum(dO * O), and the derivative of the LSE with respect to a score is its probability, so that its
@@ -15,7 +15,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from fa3.spec import PrepareSpec
 
@@ -43,6 +43,7 @@ class PrepareKernel:
         lse_log2: Int64,
         delta: Int64,
         dq: Int64,
+        turns: Int64,
         stream: cuda.CUstream,
         batch: Int32,
         seqlen_q: Int32,
@@ -53,13 +54,14 @@ class PrepareKernel:
     ):
         """Launch a block for each query tile.
 
-        The first seven arguments are device addresses; ``dlse`` may be 0: none. Strides are (batch, row, head) in
+        The first eight arguments are device addresses; ``dlse`` may be 0: none. Strides are (batch, row, head) in
         elements, multiples of 8, addresses of out and dout of 16 bytes. lse and dlse are (batch, heads, seqlen_q)
-        float32, contiguous; lse_log2, delta and dq as `fa3.kernels.parts.backward_work.Rows` has them.
+        float32, contiguous; lse_log2, delta, dq and turns as `fa3.kernels.parts.backward_work.Rows` has them.
         """
         m_blocks = (seqlen_q + self.spec.tile_m - 1) // self.spec.tile_m
         self.kernel(
-            out, dout, lse, dlse, lse_log2, delta, dq, seqlen_q, heads, m_blocks, head_dim_v, out_strides, dout_strides
+            out, dout, lse, dlse, lse_log2, delta, dq, turns, seqlen_q, heads, m_blocks, head_dim_v, out_strides,
+            dout_strides,
         ).launch(grid=[m_blocks * heads * batch, 1, 1], block=[self.spec.threads, 1, 1], stream=stream)
 
     @cute.kernel
@@ -72,6 +74,7 @@ class PrepareKernel:
         lse_log2: Int64,
         delta: Int64,
         dq: Int64,
+        turns: Int64,
         seqlen_q: Int32,
         heads: Int32,
         m_blocks: Int32,
@@ -115,6 +118,16 @@ class PrepareKernel:
                 lse_target, delta_target = self.element(lse_log2, place), self.element(delta, place)
                 lse_target[0] = reference
                 delta_target[0] = correction
+        if const_expr(spec.zeros):
+            self.write_zeros(dq, tile, thread)
+        elif thread == 0:
+            pointer = cute.make_ptr(Int32, turns, cute.AddressSpace.gmem, assumed_align=4)
+            cute.make_tensor(pointer + tile, cute.make_layout(1))[0] = Int32(0)
+
+    @cute.jit
+    def write_zeros(self, dq: Int64, tile: Int32, thread: Int32):
+        """Zeros for the sums of a tile of dQ."""
+        spec = self.spec
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
         pointer = cute.make_ptr(Float32, dq, cute.AddressSpace.gmem, assumed_align=16)
@@ -146,7 +159,7 @@ def compile_prepare(spec: PrepareSpec, options: str) -> Any:
     """Compile the spec's host entry; needs no GPU."""
     return cute.compile(
         PrepareKernel(spec),
-        *[Int64(0)] * 7,
+        *[Int64(0)] * 8,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=False),
         *[Int32(1)] * 4,
         *[(Int64(0),) * 3] * 2,

@@ -33,7 +33,7 @@ class KeyEpilogue:
         columns: cutlass.Constexpr,
         store: tuple,
     ):
-        """Send dK or dV of the warpgroup through its place in shared memory."""
+        """Send dK or dV of the warpgroup through shared memory."""
         tile, tma, source, target = store
         rounded = cute.make_rmem_tensor(values.layout, self.dtype)
         products.round_to(self.dtype, values, rounded)

@@ -99,9 +99,9 @@ class KeyProducer:
 
     @cute.jit
     def load_keys(self, work: KeyWork, loads: KeyLoads):
-        """Bring K and V of a tile as soon as dK and dV of the one before have left their places."""
-        barriers.wait_empty(loads.k.empty, work.done, 1)
+        """Bring K of a tile as soon as that of the one before has been read, V when dV has left its place."""
         for load in (loads.k, loads.v):
+            barriers.wait_empty(load.empty, work.done, 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(load.full, load.bytes * self.key_parts)
             for part in cutlass.range_constexpr(self.key_parts):

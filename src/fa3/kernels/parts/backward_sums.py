@@ -12,6 +12,9 @@ from . import barriers, ptx, tiles
 from .backward_work import KeyBarriers, KeyExtras, KeyShared, KeySizes, KeyWork, Rows
 from .work import Consumer
 
+#: What ``Rows.turns`` says of a tile whose first part has been stored, where the order is not fixed.
+STORED = 2
+
 
 class KeySums:
     """The way of dQ, from a consumer's registers, or by a warp of its own from shared memory.
@@ -72,7 +75,7 @@ class KeySums:
         rows: Rows,
         shared: KeyShared,
     ):
-        """The warp that adds dQ tiles from shared memory to their sums, where the order is fixed each in its turn."""
+        """The warp that adds dQ tiles from shared memory to their sums; where the order is fixed, each in its turn."""
         spec = self.spec
         size = 4 * self.tile_m * spec.head_dim
         done, position = Int32(0), Int32(0)
@@ -83,21 +86,36 @@ class KeySums:
             for step in cutlass.range(position, position + work.steps, unroll=1):
                 row_tile = work.row_tile(query_head, m_block)
                 stage = barriers.stage_of(step, spec.dq_stages)
+                target, turn_address = rows.dq + size * Int64(row_tile), rows.turns + 4 * Int64(row_tile)
+                turn = self.turn_of(work, m_block) if const_expr(spec.deterministic) else Int32(STORED)
+                current = ptx.load_acquire(turn_address)
                 barriers.wait_full(between.dq_full, step, spec.dq_stages)
                 # One thread for all of it: copies that it has started are what it can wait for.
                 if cute.arch.lane_idx() == 0:
-                    turn_address, turn = rows.turns + 4 * Int64(row_tile), self.turn_of(work, m_block)
-                    if const_expr(spec.deterministic):
-                        current = ptx.load_acquire(turn_address)
+                    first = turn == 0
+                    if const_expr(not spec.deterministic):
+                        if current != STORED:
+                            current = ptx.claim(turn_address)
+                            first = current == 0
+                    if not first:
                         while current != turn:
                             current = ptx.load_acquire(turn_address)
+                        # What has been seen so is ordered before copies.
+                        cute.arch.fence_proxy("async.global")
                     source = shared.dq[None, None, None, None, stage].iterator.toint()
-                    ptx.add_bulk(rows.dq + size * Int64(row_tile), source, size)
+                    # The first one stores: there are no zeros to add to.
+                    if first:
+                        ptx.store_bulk(target, source, size)
+                    else:
+                        ptx.add_bulk(target, source, size)
                     cute.arch.cp_async_bulk_commit_group()
-                    # Until it has been read; where another block comes next, until it has been added.
-                    cute.arch.cp_async_bulk_wait_group(0, read=not spec.deterministic)
-                    if const_expr(spec.deterministic):
-                        ptx.store_release(turn_address, turn + 1)
+                    if first or spec.deterministic:
+                        # Others come next: it must have arrived.
+                        cute.arch.cp_async_bulk_wait_group(0)
+                        cute.arch.fence_proxy("async.global")
+                        ptx.store_release(turn_address, turn + 1 if const_expr(spec.deterministic) else turn)
+                    else:
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
                     cute.arch.mbarrier_arrive(between.dq_empty + stage)
                 cute.arch.sync_warp()
                 m_block, query_head = self.next_rows(work, m_block, query_head)

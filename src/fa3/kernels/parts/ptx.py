@@ -66,17 +66,33 @@ def load_acquire(address: Int64) -> Int32:
 
 
 @cute.jit
+def claim(address: Int64) -> Int32:
+    """Make an int32 of global memory 1 if it is 0; returns what it was."""
+    return cute.arch.inline_ptx(
+        "atom.acquire.gpu.global.cas.b32 {$w0}, [{$r0}], 0, 1;", write_only_types=[Int32], read_only_args=[address]
+    )
+
+
+@cute.jit
 def store_release(address: Int64, value: Int32):
     """Write an int32 of global memory, after all that this thread has seen done."""
     cute.arch.inline_ptx("st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
 @cute.jit
-def add_bulk(target: Int64, source: Int32, size: cutlass.Constexpr):
-    """Start adding ``size`` bytes of float32 in shared memory to global memory; both addresses aligned to 16 bytes.
+def store_bulk(target: Int64, source: Int32, size: cutlass.Constexpr):
+    """Start copying ``size`` bytes of shared memory to global memory; both addresses aligned to 16 bytes.
 
     Called by one thread, which commits and waits for the group of copies that this becomes part of.
     """
+    cute.arch.inline_ptx(
+        f"cp.async.bulk.global.shared::cta.bulk_group [{{$r0}}], [{{$r1}}], {size};", read_only_args=[target, source]
+    )
+
+
+@cute.jit
+def add_bulk(target: Int64, source: Int32, size: cutlass.Constexpr):
+    """Start adding ``size`` bytes of float32 in shared memory to global memory, as `store_bulk` stores."""
     cute.arch.inline_ptx(
         f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{{$r0}}], [{{$r1}}], {size};",
         read_only_args=[target, source],
