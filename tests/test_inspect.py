@@ -211,7 +211,7 @@ BACKWARD = BackwardSpec("bf16", 128, 128, "causal", tile_m=64, tile_n=128, stage
 BACKWARD_KEPT = dataclasses.replace(
     KEPT, hgmma=64, waits=6, overlap=[0], under=[32], bulk_reductions=1, spills_in_loops=[0]
 )
-PREPARE = PrepareSpec("bf16", 128, 128, tile_m=64, zeros=True)
+PREPARE = PrepareSpec("bf16", 128, 128, tile_m=64)
 FINISH = FinishSpec("bf16", 128, tile_m=64)
 #: Of a kernel without products.
 PLAIN_KEPT = Report(32, 0, 0, 0, 0, 0, 0, 0, 0, 0, [], [])

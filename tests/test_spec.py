@@ -360,7 +360,7 @@ def test_fields_of_a_backward_that_do_not_go_together_are_refused(changes, messa
                 "mask_aux": "f1",
             },
         ),
-        (PREPARE, {"dtype": "fp16", "head_dim": 64, "head_dim_v": 64, "tile_m": 128, "zeros": True}),
+        (PREPARE, {"dtype": "fp16", "head_dim": 64, "head_dim_v": 64, "tile_m": 128}),
         (FINISH, {"dtype": "fp16", "head_dim": 64, "tile_m": 128}),
     ],
     ids=["backward", "prepare", "finish"],

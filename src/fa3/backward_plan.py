@@ -81,6 +81,8 @@ class BackwardPlan:
         prepare, main, finish: the kernels.
         parts: in how many the query heads of a K/V head come. Each part has a dK and a dV of its own, which are summed
             afterwards; with one part the sums are made in registers.
+        turns: each tile of dQ has a turn, by which the first part of it is stored and, with ``deterministic``, the
+            others are added in order; else they are added to zeros.
         order: how the blocks of the main one share the tiles of keys.
         reasons: one sentence for each choice.
         flops: floating-point operations of the five products, masked parts left out.
@@ -90,6 +92,7 @@ class BackwardPlan:
     main: BackwardSpec
     finish: FinishSpec
     parts: int
+    turns: bool
     order: Order
     reasons: tuple[str, ...]
     flops: float
@@ -124,7 +127,7 @@ def make_backward_specs(
     """The kernels of a tile class with these tiles."""
     head_dim, head_dim_v = kind
     return (
-        PrepareSpec(dtype, head_dim, head_dim_v, tiles.tile_m, zeros=tiles.dq != "shared"),
+        PrepareSpec(dtype, head_dim, head_dim_v, tiles.tile_m),
         BackwardSpec(
             dtype, head_dim, head_dim_v, mask, tiles.tile_m, tiles.tile_n, tiles.stages, tiles.stages_dout,
             tiles.dq, tiles.dq_stages, **features,  # type: ignore[arg-type]
@@ -171,7 +174,17 @@ def plan_backward(
         *([f"the {problem.group_size} query heads of a K/V head in {parts} parts: more tiles"] if parts > 1 else []),
         order.reason,
     )
-    return BackwardPlan(prepare, main, finish, parts, order, reasons, backward_flops(problem))
+    return BackwardPlan(prepare, main, finish, parts, takes_turns(problem, main), order, reasons, backward_flops(problem))
+
+
+#: Parts of a dQ tile, at most, at which to write no zeros for it saves more than asking who comes first costs.
+FEW_PARTS = 16
+
+
+def takes_turns(problem: Problem, spec: BackwardSpec) -> bool:
+    """Whether tiles of dQ have turns; see `BackwardPlan`."""
+    few = math.ceil(problem.seqlen_k / spec.tile_n) <= FEW_PARTS
+    return spec.dq == "shared" and (spec.deterministic or few)
 
 
 #: Tiles of keys a multiprocessor from which on tiles of different lengths even out.

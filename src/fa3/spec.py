@@ -347,8 +347,6 @@ class PrepareSpec(_Spec):
         dtype: element type of out and dout.
         head_dim, head_dim_v: columns of the dQ and dout tiles of the main pass.
         tile_m: query rows of a block, those of a step of the main pass.
-        zeros: write zeros for the sums of dQ: the main pass adds them from registers. Else it needs a turn for each
-            block.
     """
 
     kernel = "prepare"
@@ -357,7 +355,6 @@ class PrepareSpec(_Spec):
     head_dim: int
     head_dim_v: int
     tile_m: int
-    zeros: bool = False
 
     #: Threads of a block, and no tile in shared memory.
     threads = 256
@@ -366,7 +363,7 @@ class PrepareSpec(_Spec):
     @property
     def name(self) -> str:
         """Short unique name, e.g. ``prepare_bf16_d64v128_64``."""
-        return f"prepare_{self.dtype}_d{self.head_dim}v{self.head_dim_v}_{self.tile_m}{'_zeros' if self.zeros else ''}"
+        return f"prepare_{self.dtype}_d{self.head_dim}v{self.head_dim_v}_{self.tile_m}"
 
     def validate(self) -> None:
         """Raise ``ValueError`` when no kernel can be compiled from this spec."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fa3.backends import hopper
-from fa3.backward_plan import backward_order, group_parts, plan_backward
+from fa3.backward_plan import backward_order, group_parts, plan_backward, takes_turns
 from fa3.backward_plan import why_no_backward as why_no_backward
 from fa3.compiler.store import default_store
 from fa3.mods import derivative_of
@@ -52,6 +52,7 @@ class _Kernels:
     finish: Callable[..., Any]
     spec: BackwardSpec
     parts: int
+    turns: bool
     #: section, levels, thread blocks.
     order: tuple[int, int, int]
     m_blocks: int
@@ -181,9 +182,8 @@ def _plain_arguments(kernels: _Kernels, q: Tensor, k: Tensor, v: Tensor, dout: T
 
 
 def _turns(kernels: _Kernels) -> int:
-    """How many turns the kernels take: one for each tile of dQ that goes through shared memory."""
-    problem = kernels.problem
-    return problem.batch * problem.heads_q * kernels.m_blocks if kernels.spec.dq == "shared" else 0
+    """How many turns the kernels take: one for each tile of dQ, if any."""
+    return kernels.problem.batch * kernels.problem.heads_q * kernels.m_blocks if kernels.turns else 0
 
 
 def _are_ready(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> bool:
@@ -279,7 +279,10 @@ def _find_kernels(
         facts = hopper.device_facts(q.device)
         parts = group_parts(problem, specs[1], facts)
         order = backward_order(problem, specs[1], facts, parts)
-        planned = replace(planned, prepare=specs[0], main=specs[1], finish=specs[2], parts=parts, order=order)
+        turns = takes_turns(problem, specs[1])
+        planned = replace(
+            planned, prepare=specs[0], main=specs[1], finish=specs[2], parts=parts, turns=turns, order=order
+        )
     order = planned.order
     if order.tiles > hopper.MAX_TILES:
         raise ValueError(
@@ -294,6 +297,7 @@ def _find_kernels(
         load(planned.finish),
         planned.main,
         planned.parts,
+        planned.turns,
         (order.section, order.levels, order.blocks),
         math.ceil(problem.seqlen_q / planned.main.tile_m),
         problem.first_row_with_keys,

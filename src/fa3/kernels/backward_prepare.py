@@ -15,7 +15,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 
 from fa3.spec import PrepareSpec
 
@@ -54,9 +54,10 @@ class PrepareKernel:
     ):
         """Launch a block for each query tile.
 
-        The first eight arguments are device addresses; ``dlse`` may be 0: none. Strides are (batch, row, head) in
-        elements, multiples of 8, addresses of out and dout of 16 bytes. lse and dlse are (batch, heads, seqlen_q)
-        float32, contiguous; lse_log2, delta, dq and turns as `fa3.kernels.parts.backward_work.Rows` has them.
+        The first eight arguments are device addresses; ``dlse`` may be 0: none, and ``turns``: then dq gets zeros.
+        Strides are (batch, row, head) in elements, multiples of 8, addresses of out and dout of 16 bytes. lse and dlse
+        are (batch, heads, seqlen_q) float32, contiguous; lse_log2, delta, dq and turns as
+        `fa3.kernels.parts.backward_work.Rows` has them.
         """
         m_blocks = (seqlen_q + self.spec.tile_m - 1) // self.spec.tile_m
         self.kernel(
@@ -118,7 +119,7 @@ class PrepareKernel:
                 lse_target, delta_target = self.element(lse_log2, place), self.element(delta, place)
                 lse_target[0] = reference
                 delta_target[0] = correction
-        if const_expr(spec.zeros):
+        if turns == 0:
             self.write_zeros(dq, tile, thread)
         elif thread == 0:
             pointer = cute.make_ptr(Int32, turns, cute.AddressSpace.gmem, assumed_align=4)

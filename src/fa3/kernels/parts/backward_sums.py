@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr
 
 from fa3.spec import WARPGROUP_THREADS, BackwardSpec
 
@@ -78,30 +78,24 @@ class KeySums:
         """The warp that adds dQ tiles from shared memory to their sums; where the order is fixed, each in its turn."""
         spec = self.spec
         size = 4 * self.tile_m * spec.head_dim
+        lane = cute.arch.lane_idx()
         done, position = Int32(0), Int32(0)
         n_block, head, batch_index = supply.take(done)
         while n_block >= 0:
             work = self.work_of(sizes, extras, n_block, head, batch_index, done, position)
             m_block, query_head = work.first_tile, head * sizes.group
+            row_tile = work.row_tile(query_head, m_block)
+            state = self.state_of(rows, row_tile)
             for step in cutlass.range(position, position + work.steps, unroll=1):
-                row_tile = work.row_tile(query_head, m_block)
-                stage = barriers.stage_of(step, spec.dq_stages)
-                target, turn_address = rows.dq + size * Int64(row_tile), rows.turns + 4 * Int64(row_tile)
                 turn = self.turn_of(work, m_block) if const_expr(spec.deterministic) else Int32(STORED)
-                current = ptx.load_acquire(turn_address)
+                target, turn_address = rows.dq + size * Int64(row_tile), rows.turns + 4 * Int64(row_tile)
+                stage = barriers.stage_of(step, spec.dq_stages)
                 barriers.wait_full(between.dq_full, step, spec.dq_stages)
+                m_block, query_head = self.next_rows(work, m_block, query_head)
+                row_tile = work.row_tile(query_head, m_block)
                 # One thread for all of it: copies that it has started are what it can wait for.
-                if cute.arch.lane_idx() == 0:
-                    first = turn == 0
-                    if const_expr(not spec.deterministic):
-                        if current != STORED:
-                            current = ptx.claim(turn_address)
-                            first = current == 0
-                    if not first:
-                        while current != turn:
-                            current = ptx.load_acquire(turn_address)
-                        # What has been seen so is ordered before copies.
-                        cute.arch.fence_proxy("async.global")
+                if lane == 0:
+                    first = self.take_turn(turn_address, turn, state)
                     source = shared.dq[None, None, None, None, stage].iterator.toint()
                     # The first one stores: there are no zeros to add to.
                     if first:
@@ -109,6 +103,8 @@ class KeySums:
                     else:
                         ptx.add_bulk(target, source, size)
                     cute.arch.cp_async_bulk_commit_group()
+                    if step + 1 < position + work.steps:
+                        state = self.state_of(rows, row_tile)
                     if first or spec.deterministic:
                         # Others come next: it must have arrived.
                         cute.arch.cp_async_bulk_wait_group(0)
@@ -118,12 +114,37 @@ class KeySums:
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                     cute.arch.mbarrier_arrive(between.dq_empty + stage)
                 cute.arch.sync_warp()
-                m_block, query_head = self.next_rows(work, m_block, query_head)
             position += work.steps
             done += 1
             n_block, head, batch_index = supply.take(done)
         # Shared memory must stay until the last one has been read.
         cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def state_of(self, rows: Rows, row_tile: Int32) -> Int32:
+        """The turn of a dQ tile, ahead of its time; it may go up until then."""
+        state = Int32(STORED)
+        if const_expr(self.spec.deterministic) or rows.turns != 0:
+            state = ptx.load_acquire(rows.turns + 4 * Int64(row_tile))
+            # What has been seen so is ordered before copies.
+            cute.arch.fence_proxy("async.global")
+        return state
+
+    @cute.jit
+    def take_turn(self, turn_address: Int64, turn: Int32, state: Int32) -> Boolean:
+        """Wait until a part may be added to a tile; whether it is the first one. ``state`` as `state_of` returned it."""
+        first = Boolean(False)
+        if const_expr(self.spec.deterministic):
+            first = turn == 0
+        elif state != STORED:
+            state = ptx.claim(turn_address)
+            first = state == 0
+        if not first:
+            if state != turn:
+                while state != turn:
+                    state = ptx.load_acquire(turn_address)
+                cute.arch.fence_proxy("async.global")
+        return first
 
     @cute.jit
     def turn_of(self, work: KeyWork, m_block: Int32) -> Int32:
