@@ -55,7 +55,8 @@ class PrepareKernel:
 
         The first seven arguments are device addresses; ``dlse`` may be 0: none. Strides are (batch, row, head) in
         elements, multiples of 8, addresses of out and dout of 16 bytes. lse and dlse are (batch, heads, seqlen_q)
-        float32, contiguous; lse_log2, delta and dq as `fa3.kernels.parts.backward_work.Rows` has them.
+        float32, contiguous; lse_log2, delta and dq as `fa3.kernels.parts.backward_work.Rows` has them; ``dq`` may be 0:
+        there are no sums.
         """
         m_blocks = (seqlen_q + self.spec.tile_m - 1) // self.spec.tile_m
         self.kernel(
@@ -115,13 +116,14 @@ class PrepareKernel:
                 lse_target, delta_target = self.element(lse_log2, place), self.element(delta, place)
                 lse_target[0] = reference
                 delta_target[0] = correction
-        zeros = cute.make_rmem_tensor(4, Float32)
-        zeros.fill(0.0)
-        pointer = cute.make_ptr(Float32, dq, cute.AddressSpace.gmem, assumed_align=16)
-        for i in cutlass.range_constexpr(spec.tile_m * spec.head_dim // (4 * spec.threads)):
-            place = Int64(tile) * (spec.tile_m * spec.head_dim) + 4 * (i * spec.threads + thread)
-            target = cute.make_tensor(pointer + cute.assume(place, divby=4), cute.make_layout(4))
-            cute.autovec_copy(zeros, target)
+        if dq != 0:
+            zeros = cute.make_rmem_tensor(4, Float32)
+            zeros.fill(0.0)
+            pointer = cute.make_ptr(Float32, dq, cute.AddressSpace.gmem, assumed_align=16)
+            for i in cutlass.range_constexpr(spec.tile_m * spec.head_dim // (4 * spec.threads)):
+                place = Int64(tile) * (spec.tile_m * spec.head_dim) + 4 * (i * spec.threads + thread)
+                target = cute.make_tensor(pointer + cute.assume(place, divby=4), cute.make_layout(4))
+                cute.autovec_copy(zeros, target)
 
     @cute.jit
     def vector(
