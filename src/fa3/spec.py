@@ -463,8 +463,8 @@ class QueryGradientSpec(_Spec):
         _check_kind(self, BACKWARD_CLASSES)
         if self.tile_m not in (64, 128):
             raise ValueError(f"tile_m={self.tile_m}: allowed are 64 and 128")
-        if self.tile_n not in (32, 64, 128):
-            raise ValueError(f"tile_n={self.tile_n}: allowed are 32, 64 and 128")
+        if self.tile_n not in (32, 64):
+            raise ValueError(f"tile_n={self.tile_n}: allowed are 32 and 64")
         for name in ("stages", "stages_v"):
             if not 1 <= getattr(self, name) <= 4:
                 raise ValueError(f"{name}={getattr(self, name)}: allowed are 1 to 4")
