@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fa3.backends import hopper, hopper_backward
 from fa3.options import Options
-from fa3.spec import BackwardSpec, FinishSpec, KernelSpec, PrepareSpec
+from fa3.spec import BackwardSpec, FinishSpec, KernelSpec, PrepareSpec, QueryGradientSpec
 from recorder import install as install_forward
 
 #: Arguments of each kernel, in order.
@@ -27,6 +27,12 @@ ARGUMENTS: dict[type, tuple[str, ...]] = {
         *("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim", "head_dim_v"),
         *(f"{name}_strides" for name in ("q", "k", "v", "dout", "dk", "dv")),
         *("softmax_scale", "parts", "section", "levels", "blocks", "extra_numbers"),
+    ),
+    QueryGradientSpec: (
+        *("q", "k", "v", "dout", "dq", "lse", "delta", "counter", "stream"),
+        *("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim", "head_dim_v"),
+        *(f"{name}_strides" for name in ("q", "k", "v", "dout", "dq")),
+        *("softmax_scale", "rows_per_head", "section", "levels", "blocks", "extra_numbers"),
     ),
     FinishSpec: (
         *("sums", "turns", "dq", "stream", "batch", "seqlen_q", "heads", "head_dim", "dq_strides"),

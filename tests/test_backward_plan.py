@@ -29,7 +29,15 @@ from fa3.cli import explain
 from fa3.plan import H200, flops, visible_pairs
 from fa3.presets import shipped_specs
 from fa3.problem import Problem
-from fa3.spec import BACKWARD_CLASSES, ELEMENT_BYTES, SHARED_MEMORY_PER_BLOCK, BackwardSpec, FinishSpec, PrepareSpec
+from fa3.spec import (
+    BACKWARD_CLASSES,
+    ELEMENT_BYTES,
+    SHARED_MEMORY_PER_BLOCK,
+    BackwardSpec,
+    FinishSpec,
+    PrepareSpec,
+    QueryGradientSpec,
+)
 from problems import any_problems, plain_problems, problem_of
 
 MASKS = ("full", "causal", "window")
@@ -114,7 +122,7 @@ def test_every_plan_is_of_kernels_that_exist_and_compute_the_problem(problem):
         assert (main.score_mod, main.mask_mod) == (problem.score_mod, problem.mask_mod)
         assert (main.score_aux, main.mask_aux) == (",".join(problem.score_aux), ",".join(problem.mask_aux))
         assert main.derivative == ("one:derivative" if problem.score_mod else "")
-        assert main.deterministic == deterministic
+        assert (main.deterministic or main.dq == "none") == deterministic
         assert result.parts == group_parts(problem, main, H200)
         assert result.order == backward_order(problem, main, H200, result.parts)
         assert result.flops == backward_flops(problem)
@@ -152,12 +160,12 @@ def test_the_preset_for_tests_holds_those_of_the_usual_features_as_they_are_plan
         assert {planned.prepare, planned.main, planned.finish} <= set(shipped_specs("tests")), changes
 
 
-def test_the_specs_of_all_gradients_are_three_kinds_for_every_dtype_class_and_mask():
+def test_the_specs_of_all_gradients_are_of_every_kind_for_every_dtype_class_and_mask():
     specs = list(backward_specs())
     mains = [spec for spec in specs if type(spec) is BackwardSpec]
     kinds = {(spec.dtype, spec.head_dim, spec.head_dim_v, spec.mask) for spec in mains}
     assert kinds == {(dtype, *kind, mask) for dtype in ELEMENT_BYTES for kind in BACKWARD_CLASSES for mask in MASKS}
-    assert {type(spec) for spec in specs} == {PrepareSpec, BackwardSpec, FinishSpec}
+    assert {type(spec) for spec in specs} == {PrepareSpec, BackwardSpec, FinishSpec, QueryGradientSpec}
     assert not any(spec.modified for spec in mains)
 
 

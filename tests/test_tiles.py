@@ -21,6 +21,7 @@ from fa3.spec import (
     FinishSpec,
     ForwardSpec,
     PrepareSpec,
+    QueryGradientSpec,
 )
 from fa3.tiles import CANDIDATES, MODIFIED, PACKED, QV, SMALL, TILES, TileChoice
 from problems import plain_problems
@@ -131,12 +132,17 @@ def test_the_preset_of_everything_holds_what_is_shipped_and_stays_small():
     for preset in ("smoke", "forward", "backward", "training", "features", "schedule"):
         assert set(shipped_specs(preset)) <= set(everything)
     # Compiling takes seconds for each; gradients take three kernels a tile class.
-    assert len(everything) <= 200
+    assert len(everything) <= 210
 
 
 def test_the_training_preset_is_forward_and_backward():
     assert set(shipped_specs("training")) == {*shipped_specs("forward"), *shipped_specs("backward")}
-    assert {spec.as_dict()["kernel"] for spec in shipped_specs("backward")} == {"prepare", "backward", "finish"}
+    assert {spec.as_dict()["kernel"] for spec in shipped_specs("backward")} == {
+        "prepare",
+        "backward",
+        "backward_dq",
+        "finish",
+    }
 
 
 @settings(max_examples=300, deadline=None)
@@ -172,15 +178,19 @@ def test_the_preset_for_tests_has_the_options_at_every_usual_head_dim_under_ever
 
 def test_the_preset_for_tests_has_gradients_in_a_fixed_order_of_every_tile_class_and_those_of_features():
     specs = [spec for spec in shipped_specs("tests") if isinstance(spec, BackwardSpec)]
-    assert {(spec.head_dim, spec.head_dim_v) for spec in specs if spec.deterministic} == set(BACKWARD_CLASSES)
-    assert {spec.mask for spec in specs if spec.deterministic} == set(MASKS)
+    fixed = [spec for spec in specs if spec.deterministic or spec.dq == "none"]
+    assert {(spec.head_dim, spec.head_dim_v) for spec in fixed} == set(BACKWARD_CLASSES)
+    assert {spec.mask for spec in fixed} == set(MASKS)
     assert any(spec.softcap for spec in specs)
     assert any(spec.score_mod and spec.mask_mod for spec in specs)
     # Whatever they ask for comes with what runs before and after it.
     beside = set(shipped_specs("tests"))
     for spec in specs:
         assert PrepareSpec(spec.dtype, spec.head_dim, spec.head_dim_v, spec.tile_m) in beside
-        assert FinishSpec(spec.dtype, spec.head_dim, spec.tile_m) in beside
+        if spec.dq != "none":
+            assert FinishSpec(spec.dtype, spec.head_dim, spec.tile_m) in beside
+    by_queries = {spec.mask for spec in beside if isinstance(spec, QueryGradientSpec)}
+    assert by_queries == {spec.mask for spec in specs if spec.dq == "none"} == set(MASKS)
 
 
 def test_the_schedule_preset_has_the_papers_ablation_every_combination_of_switches_in_fp16_at_128():

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from fa3 import plan as planning
 from fa3.plan import L2_SHARE, MAX_COLUMNS, DeviceFacts, Order
 from fa3.problem import Problem
-from fa3.spec import BACKWARD_CLASSES, ELEMENT_BYTES, BackwardSpec, FinishSpec, PrepareSpec
+from fa3.spec import BACKWARD_CLASSES, ELEMENT_BYTES, BackwardSpec, FinishSpec, PrepareSpec, QueryGradientSpec
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,45 @@ BACKWARD_MODIFIED: dict[tuple[int, int], BackwardTiles] = {
 }
 
 
+@dataclass(frozen=True)
+class QueryTiles:
+    """Tiles of the kernel that makes dQ by queries.
+
+    Attributes:
+        tile_m: queries of a block.
+        tile_n: keys of a step.
+        stages, stages_v: K tiles and V tiles in shared memory at once.
+        reason: why.
+    """
+
+    tile_m: int
+    tile_n: int
+    stages: int
+    stages_v: int
+    reason: str
+
+
+#: Those of the class in which the main pass has no memory for turns.
+QUERY_TILES = QueryTiles(128, 64, 2, 1, reason="shared memory is full: q, dout, two tiles of k, one of v")
+
+#: The same with a softcap or score_mod.
+QUERY_MODIFIED = QueryTiles(128, 32, 4, 2, reason=_KEPT)
+
+
 def backward_tiles(kind: tuple[int, int], modified: bool = False, deterministic: bool = False) -> BackwardTiles:
     """The tiles of a class."""
     tiles = BACKWARD_MODIFIED[kind] if modified else BACKWARD_TILES[kind]
     if deterministic and kind == (128, 128):
         # A tile waits for its turn while the next one is made.
         return replace(tiles, dq_stages=2)
+    if deterministic and kind == (256, 256):
+        return replace(tiles, dq="none", reason=_SHARED_KEYS)
     return tiles
+
+
+def query_tiles(modified: bool = False) -> QueryTiles:
+    """The tiles of the kernel that makes dQ by queries."""
+    return QUERY_MODIFIED if modified else QUERY_TILES
 
 
 @dataclass(frozen=True)
@@ -78,22 +110,24 @@ class BackwardPlan:
     """What `plan_backward` decided.
 
     Attributes:
-        prepare, main, finish: the kernels.
+        prepare, main, finish: the kernels; the last one puts the sums of dQ in order, or makes dQ by queries.
         parts: in how many the query heads of a K/V head come. Each part has a dK and a dV of its own, which are summed
             afterwards; with one part the sums are made in registers.
         turns: each tile of dQ has a turn, by which the first part of it is stored and, with ``deterministic``, the
             others are added in order; else they are added to zeros.
         order: how the blocks of the main one share the tiles of keys.
+        query_order: how those of the last one share the tiles of queries, if it makes dQ.
         reasons: one sentence for each choice.
         flops: floating-point operations of the five products, masked parts left out.
     """
 
     prepare: PrepareSpec
     main: BackwardSpec
-    finish: FinishSpec
+    finish: FinishSpec | QueryGradientSpec
     parts: int
     turns: bool
     order: Order
+    query_order: Order | None
     reasons: tuple[str, ...]
     flops: float
 
@@ -123,16 +157,25 @@ def make_backward_specs(
     mask: str,
     tiles: BackwardTiles,
     **features: bool | str,
-) -> tuple[PrepareSpec, BackwardSpec, FinishSpec]:
+) -> tuple[PrepareSpec, BackwardSpec, FinishSpec | QueryGradientSpec]:
     """The kernels of a tile class with these tiles."""
     head_dim, head_dim_v = kind
+    finish: FinishSpec | QueryGradientSpec = FinishSpec(dtype, head_dim, tiles.tile_m)
+    if tiles.dq == "none":
+        # What makes dQ by queries needs no order, and the main pass has none.
+        features = {name: value for name, value in features.items() if name != "deterministic"}
+        by_queries = query_tiles(bool(features.get("softcap") or features.get("score_mod")))
+        finish = QueryGradientSpec(
+            dtype, head_dim, head_dim_v, mask, by_queries.tile_m, by_queries.tile_n, by_queries.stages,
+            by_queries.stages_v, **features,  # type: ignore[arg-type]
+        )  # fmt: skip
     return (
         PrepareSpec(dtype, head_dim, head_dim_v, tiles.tile_m),
         BackwardSpec(
             dtype, head_dim, head_dim_v, mask, tiles.tile_m, tiles.tile_n, tiles.stages, tiles.stages_dout,
             tiles.dq, tiles.dq_stages, **features,  # type: ignore[arg-type]
         ),
-        FinishSpec(dtype, head_dim, tiles.tile_m),
+        finish,
     )  # fmt: skip
 
 
@@ -169,12 +212,25 @@ def plan_backward(
     )
     parts = group_parts(problem, main, device)
     order = backward_order(problem, main, device, parts)
+    query_order = query_order_of(problem, finish, device)
+    by_queries = query_tiles(modified)
     reasons = (
         f"tiles of {tiles.tile_m} queries x {tiles.tile_n} keys in {tiles.stages} stages: {tiles.reason}",
         *([f"the {problem.group_size} query heads of a K/V head in {parts} parts: more tiles"] if parts > 1 else []),
         order.reason,
+        *(
+            [
+                "dQ by a kernel of its own, whose blocks own queries: no shared memory is left for turns",
+                f"its tiles of {by_queries.tile_m} queries x {by_queries.tile_n} keys in {by_queries.stages} stages: "
+                f"{by_queries.reason}",
+                query_order.reason,
+            ]
+            if query_order is not None
+            else []
+        ),
     )
-    return BackwardPlan(prepare, main, finish, parts, takes_turns(problem, main), order, reasons, backward_flops(problem))
+    turns, flops = takes_turns(problem, main), backward_flops(problem)
+    return BackwardPlan(prepare, main, finish, parts, turns, order, query_order, reasons, flops)
 
 
 #: Parts of a dQ tile, at most, at which to write no zeros for it saves more than asking who comes first costs.
@@ -228,13 +284,18 @@ def backward_order(problem: Problem, spec: BackwardSpec, device: DeviceFacts, pa
     return Order(section, max(n_blocks, 1), tiles, blocks, reason)
 
 
+def query_order_of(problem: Problem, spec: FinishSpec | QueryGradientSpec, device: DeviceFacts) -> Order | None:
+    """In which order the blocks of the kernel that makes dQ by queries take their tiles: as in the forward."""
+    return planning.order_of(problem, spec, device) if isinstance(spec, QueryGradientSpec) else None
+
+
 def backward_flops(problem: Problem) -> float:
     """FLOPs of the five products over the keys that each row sees by causal mask, window and chunk."""
     columns = 3 * problem.head_dim + 2 * problem.head_dim_v + (3 * problem.head_dim_v if problem.qv else 0)
     return 2.0 * problem.batch * problem.heads_q * planning.visible_pairs(problem) * columns
 
 
-def backward_specs() -> Iterator[PrepareSpec | BackwardSpec | FinishSpec]:
+def backward_specs() -> Iterator[PrepareSpec | BackwardSpec | FinishSpec | QueryGradientSpec]:
     """All kernels for the gradients of a plain call, or of one with a window, in a fixed order of the sums or not."""
     masks = ("full", "causal", "window")
     for dtype, kind, mask, deterministic in itertools.product(ELEMENT_BYTES, BACKWARD_TILES, masks, (False, True)):

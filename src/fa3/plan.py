@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fa3.problem import Problem
-from fa3.spec import BLOCK, ELEMENT_BYTES, TILE_CLASSES, WGMMA_ROWS, ForwardSpec
+from fa3.spec import BLOCK, ELEMENT_BYTES, TILE_CLASSES, WGMMA_ROWS, ForwardSpec, QueryGradientSpec
 from fa3.tiles import MODIFIED, PACKED, QV, SMALL, TILES, TileChoice
 
 
@@ -227,7 +227,7 @@ def usual_tiles(problem: Problem) -> TileChoice:
     return next(choice for limit, choice in rows if problem.seqlen_k <= limit)
 
 
-def tile_count(problem: Problem, spec: ForwardSpec) -> int:
+def tile_count(problem: Problem, spec: ForwardSpec | QueryGradientSpec) -> int:
     """Tiles of the output."""
     packed = spec.pack_gqa
     rows = problem.seqlen_q * (problem.group_size if packed else 1)
@@ -266,7 +266,7 @@ def make_spec(
     )
 
 
-def order_of(problem: Problem, spec: ForwardSpec, device: DeviceFacts) -> Order:
+def order_of(problem: Problem, spec: ForwardSpec | QueryGradientSpec, device: DeviceFacts) -> Order:
     """Order the tiles so that all blocks end together and K and V are read from L2.
 
     Without a mask all tiles are equally long: the heads of one K/V head at a time keep its keys in L2. With a

@@ -160,7 +160,6 @@ class ForwardSpec(_Spec):
     @property
     def name(self) -> str:
         """Short unique name, e.g. ``forward_bf16_d128_causal_192x80x3_wpot8``."""
-        dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
         switches = "".join(
             letter
             for letter, on in (
@@ -172,12 +171,9 @@ class ForwardSpec(_Spec):
         )
         threshold = f"t{self.rescale_threshold:g}"
         tile = f"{self.tile_m}x{self.tile_n}x{self.stages}"
-        features = [name for name in ("softcap", "pack_gqa", "qv") if getattr(self, name)]
-        for mod, aux in ((self.score_mod, self.score_aux), (self.mask_mod, self.mask_aux)):
-            if mod:
-                features.append(mod + (f"({aux})" if aux else ""))
+        features = _changes(self, "softcap", "pack_gqa", "qv")
         return "_".join(
-            (f"forward_{self.dtype}_{dims}_{self.mask}_{tile}_{switches or 'serial'}{threshold}", *features)
+            (f"forward_{self.dtype}_{_dims(self)}_{self.mask}_{tile}_{switches or 'serial'}{threshold}", *features)
         )
 
     def validate(self) -> None:
@@ -204,10 +200,7 @@ class ForwardSpec(_Spec):
             raise ValueError(f"pingpong=True needs at least two consumer warpgroups: tile_m={self.tile_m}")
         if not 0 <= self.rescale_threshold <= 8:
             raise ValueError(f"rescale_threshold={self.rescale_threshold}: allowed are 0 to 8")
-        if self.shared_bytes > SHARED_MEMORY_PER_BLOCK:
-            raise ValueError(
-                f"{self.name} needs {self.shared_bytes} bytes of shared memory: at most {SHARED_MEMORY_PER_BLOCK}"
-            )
+        _check_memory(self)
 
 
 #: (head_dim, head_dim_v) of the backward's tile classes. At most 128 columns a warpgroup owns 64 keys of a block
@@ -302,14 +295,10 @@ class BackwardSpec(_Spec, _DqTile):
     @property
     def name(self) -> str:
         """Short unique name, e.g. ``backward_bf16_d128_causal_64x128x2x2_dq1``."""
-        dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
         tile = f"{self.tile_m}x{self.tile_n}x{self.stages}x{self.stages_dout}"
         features = [f"dq{self.dq_stages}" if self.dq == "shared" else f"dq-{self.dq}"]
-        features += [name for name in ("deterministic", "softcap") if getattr(self, name)]
-        for mod, aux in ((self.score_mod, self.score_aux), (self.derivative, ""), (self.mask_mod, self.mask_aux)):
-            if mod:
-                features.append(mod + (f"({aux})" if aux else ""))
-        return "_".join((f"backward_{self.dtype}_{dims}_{self.mask}_{tile}", *features))
+        features += _changes(self, "deterministic", "softcap")
+        return "_".join((f"backward_{self.dtype}_{_dims(self)}_{self.mask}_{tile}", *features))
 
     def validate(self) -> None:
         """Raise ``ValueError`` when no kernel can be compiled from this spec."""
@@ -327,12 +316,8 @@ class BackwardSpec(_Spec, _DqTile):
         for name in ("stages", "stages_dout"):
             if not 1 <= getattr(self, name) <= 4:
                 raise ValueError(f"{name}={getattr(self, name)}: allowed are 1 to 4")
-        if bool(self.score_mod) != bool(self.derivative):
-            raise ValueError(f"score_mod={self.score_mod!r}, derivative={self.derivative!r}: both or neither")
-        if self.shared_bytes > SHARED_MEMORY_PER_BLOCK:
-            raise ValueError(
-                f"{self.name} needs {self.shared_bytes} bytes of shared memory: at most {SHARED_MEMORY_PER_BLOCK}"
-            )
+        _check_derivative(self)
+        _check_memory(self)
 
 
 #: dS tiles in shared memory: one that the warpgroups read while they write the next.
@@ -409,10 +394,124 @@ class FinishSpec(_Spec, _DqTile):
             raise ValueError(f"head_dim={self.head_dim}: the tile classes are {BACKWARD_CLASSES}")
 
 
-#: Any of them.
-KernelSpec = ForwardSpec | BackwardSpec | PrepareSpec | FinishSpec
+@dataclass(frozen=True)
+class QueryGradientSpec(_Spec):
+    """One compiled kernel that makes dQ after a main pass that does not: by queries, so that no order can change it.
 
-_KINDS: dict[str, type] = {kind.kernel: kind for kind in (ForwardSpec, BackwardSpec, PrepareSpec, FinishSpec)}
+    Attributes:
+        dtype: element type of q, k, v, dout and dq: ``"fp16"`` or ``"bf16"``.
+        head_dim, head_dim_v: columns of the q, k and dq tiles, and of the v and dout tiles.
+        mask: as of `ForwardSpec`.
+        tile_m: query rows of a block, 64 for each consumer warpgroup.
+        tile_n: keys of one step of the main loop.
+        stages, stages_v: K tiles, and V tiles, held in shared memory at once.
+        softcap, score_mod, derivative, mask_mod, score_aux, mask_aux: as of `BackwardSpec`.
+    """
+
+    kernel = "backward_dq"
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    mask: str
+    tile_m: int = 128
+    tile_n: int = 64
+    stages: int = 2
+    stages_v: int = 1
+    softcap: bool = False
+    score_mod: str = ""
+    derivative: str = ""
+    mask_mod: str = ""
+    score_aux: str = ""
+    mask_aux: str = ""
+
+    #: Of the switches that the other kernels have, those that are no choice here.
+    warp_specialized = True
+    qv = False
+    pack_gqa = False
+
+    @property
+    def causal(self) -> bool:
+        """Whether the mask is the causal one."""
+        return self.mask == "causal"
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        """Warpgroups that multiply."""
+        return self.tile_m // WGMMA_ROWS
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return WARPGROUP_THREADS * (self.consumer_warpgroups + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of the tiles and barriers; dq takes the place of q."""
+        rows = self.tile_m * (self.head_dim + self.head_dim_v)
+        keys = self.tile_n * (self.stages * self.head_dim + self.stages_v * self.head_dim_v)
+        return ELEMENT_BYTES[self.dtype] * (rows + keys) + 1024
+
+    @property
+    def name(self) -> str:
+        """Short unique name, e.g. ``backward_dq_bf16_d256_causal_128x64x2x1``."""
+        tile = f"{self.tile_m}x{self.tile_n}x{self.stages}x{self.stages_v}"
+        return "_".join((f"backward_dq_{self.dtype}_{_dims(self)}_{self.mask}_{tile}", *_changes(self, "softcap")))
+
+    def validate(self) -> None:
+        """Raise ``ValueError`` when no kernel can be compiled from this spec."""
+        _check_kind(self, BACKWARD_CLASSES)
+        if self.tile_m not in (64, 128):
+            raise ValueError(f"tile_m={self.tile_m}: allowed are 64 and 128")
+        if self.tile_n not in (32, 64):
+            raise ValueError(f"tile_n={self.tile_n}: allowed are 32 and 64")
+        for name in ("stages", "stages_v"):
+            if not 1 <= getattr(self, name) <= 4:
+                raise ValueError(f"{name}={getattr(self, name)}: allowed are 1 to 4")
+        if self.stages < 2:
+            raise ValueError(f"stages={self.stages}: K of this step and of the one before are read at once: at least 2")
+        _check_derivative(self)
+        _check_memory(self)
+
+
+#: Any of them.
+KernelSpec = ForwardSpec | BackwardSpec | PrepareSpec | FinishSpec | QueryGradientSpec
+
+_KINDS: dict[str, type] = {
+    kind.kernel: kind for kind in (ForwardSpec, BackwardSpec, PrepareSpec, FinishSpec, QueryGradientSpec)
+}
+
+
+def _dims(spec: Any) -> str:
+    """The head dims in a name."""
+    return f"d{spec.head_dim}" if spec.head_dim == spec.head_dim_v else f"d{spec.head_dim}v{spec.head_dim_v}"
+
+
+def _changes(spec: Any, *switches: str) -> list[str]:
+    """What a name says of the switches that are on, and of the modifications."""
+    changes = [name for name in switches if getattr(spec, name)]
+    for mod, aux in (
+        (spec.score_mod, spec.score_aux),
+        (getattr(spec, "derivative", ""), ""),
+        (spec.mask_mod, spec.mask_aux),
+    ):
+        if mod:
+            changes.append(mod + (f"({aux})" if aux else ""))
+    return changes
+
+
+def _check_derivative(spec: Any) -> None:
+    """Raise ``ValueError`` unless the score_mod has a derivative."""
+    if bool(spec.score_mod) != bool(spec.derivative):
+        raise ValueError(f"score_mod={spec.score_mod!r}, derivative={spec.derivative!r}: both or neither")
+
+
+def _check_memory(spec: Any) -> None:
+    """Raise ``ValueError`` for tiles that do not fit in shared memory."""
+    if spec.shared_bytes > SHARED_MEMORY_PER_BLOCK:
+        raise ValueError(
+            f"{spec.name} needs {spec.shared_bytes} bytes of shared memory: at most {SHARED_MEMORY_PER_BLOCK}"
+        )
 
 
 def _check_kind(spec: Any, classes: tuple[tuple[int, int], ...]) -> None:

@@ -1,5 +1,7 @@
 """Gradients on GPUs of compute capability 9.0: prepare, main pass, finish; see `fa3.kernels.backward`.
 
+In the widest tile class a fixed order has, instead of sums and finish, `fa3.kernels.backward_dq`.
+
 Takes device memory for the gradients, and until its kernels are done: float32 sums of dQ (4 bytes an element of a
 tile class, rows rounded up to a step), and 8 bytes for each query row of a head; where there are few tiles of keys
 and several query heads to a K/V head, also a dK and dV for each of some parts of them, in the gradients' dtype.
@@ -19,19 +21,22 @@ import torch
 from torch import Tensor
 
 from fa3.backends import hopper
-from fa3.backward_plan import backward_order, group_parts, plan_backward, takes_turns
+from fa3.backward_plan import backward_order, group_parts, plan_backward, query_order_of, takes_turns
 from fa3.backward_plan import why_no_backward as why_no_backward
 from fa3.compiler.store import default_store
 from fa3.mods import derivative_of
 from fa3.options import Options
 from fa3.plan import MAX_COLUMNS
 from fa3.problem import Problem, check_forward
-from fa3.spec import TMA_ALIGNMENT, BackwardSpec, FinishSpec, PrepareSpec
+from fa3.spec import TMA_ALIGNMENT, BackwardSpec, FinishSpec, PrepareSpec, QueryGradientSpec
 
 
 @dataclass(slots=True)
 class _Plain:
-    """Arguments of a call that needs nothing beside its kernels, after the addresses: no copies, parts or sums."""
+    """Arguments of a call that needs nothing beside its kernels, after the addresses: no copies, parts or sums.
+
+    Where dQ is made by queries, ``finish`` are the arguments of what makes it, and there are no sums of it.
+    """
 
     prepare: tuple[Any, ...]
     main: tuple[Any, ...]
@@ -55,6 +60,8 @@ class _Kernels:
     turns: bool
     #: section, levels, thread blocks.
     order: tuple[int, int, int]
+    #: The same of what makes dQ by queries, where ``finish`` does; else ``None``.
+    query_order: tuple[int, int, int] | None
     m_blocks: int
     #: The first rows of q, which see no key by causal mask, window and chunk.
     hidden_rows: int
@@ -77,7 +84,7 @@ def backward(
     causal: bool = False,
     options: Options | None = None,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
-    specs: tuple[PrepareSpec, BackwardSpec, FinishSpec] | None = None,
+    specs: tuple[PrepareSpec, BackwardSpec, FinishSpec | QueryGradientSpec] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of the forward; arguments and results as `fa3.backends.tiled.backward`.
 
@@ -168,14 +175,19 @@ def _plain_arguments(kernels: _Kernels, q: Tensor, k: Tensor, v: Tensor, dout: T
     strides = tuple(hopper._strides(x) for x in (q, k, v, dout))
     dq_strides, dk_strides, dv_strides = (hopper._contiguous_strides(x.shape) for x in (q, k, v))
     rows = batch * heads * kernels.m_blocks * spec.tile_m
+    finish: tuple[Any, ...] = (*sizes, heads, problem.head_dim, dq_strides, problem.softmax_scale)
+    if kernels.query_order is not None:
+        finish = _query_arguments(
+            kernels, (*sizes, problem.seqlen_k), problem.head_dim, problem.head_dim_v, (*strides, dq_strides)
+        )
     return _Plain(
         prepare=(*sizes, heads, problem.head_dim_v, hopper._strides(out), strides[3]),
         main=(
             *sizes, problem.seqlen_k, heads, problem.heads_kv, problem.head_dim, problem.head_dim_v, *strides,
             dk_strides, dv_strides, problem.softmax_scale, 1, *kernels.order,
         ),
-        finish=(*sizes, heads, problem.head_dim, dq_strides, problem.softmax_scale),
-        sums=rows * spec.head_dim,
+        finish=finish,
+        sums=rows * spec.head_dim if kernels.query_order is None else 0,
         rows=rows,
         turns=_turns(kernels),
     )  # fmt: skip
@@ -184,6 +196,19 @@ def _plain_arguments(kernels: _Kernels, q: Tensor, k: Tensor, v: Tensor, dout: T
 def _turns(kernels: _Kernels) -> int:
     """How many turns the kernels take: one for each tile of dQ, if any."""
     return kernels.problem.batch * kernels.problem.heads_q * kernels.m_blocks if kernels.turns else 0
+
+
+def _query_arguments(
+    kernels: _Kernels, lengths: tuple[int, int, int], head_dim: int, head_dim_v: int, strides: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Arguments of what makes dQ by queries, after the addresses and without the last; strides of q, k, v, dout, dq."""
+    problem = kernels.problem
+    assert kernels.query_order is not None
+    rows_per_head = kernels.m_blocks * kernels.spec.tile_m
+    return (
+        *lengths, problem.heads_q, problem.heads_kv, head_dim, head_dim_v, *strides, problem.softmax_scale,
+        rows_per_head, *kernels.query_order,
+    )  # fmt: skip
 
 
 def _are_ready(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> bool:
@@ -215,8 +240,8 @@ def _run_plain(
             return _run_plain(kernels, plain, dout, dlse, q, k, v, out, lse, options)
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     memory = lse.new_empty(plain.sums + 2 * plain.rows + plain.turns)
-    sums = memory.data_ptr()
-    lse_log2 = sums + 4 * plain.sums
+    lse_log2 = memory.data_ptr() + 4 * plain.sums
+    sums = memory.data_ptr() if plain.sums else 0
     delta = lse_log2 + 4 * plain.rows
     turns = delta + 4 * plain.rows if plain.turns else 0
     counter, stream = hopper.counter_and_stream(device)
@@ -230,7 +255,13 @@ def _run_plain(
         q_address, k.data_ptr(), v.data_ptr(), dout_address, dk.data_ptr(), dv.data_ptr(), lse_log2, delta, sums,
         turns, counter.data_ptr(), stream, *plain.main, extras,
     )  # fmt: skip
-    kernels.finish(sums, turns, dq.data_ptr(), stream, *plain.finish)
+    if kernels.query_order is None:
+        kernels.finish(sums, turns, dq.data_ptr(), stream, *plain.finish)
+    else:
+        kernels.finish(
+            q_address, k.data_ptr(), v.data_ptr(), dout_address, dq.data_ptr(), lse_log2, delta, counter.data_ptr(),
+            stream, *plain.finish, extras,
+        )  # fmt: skip
     return dq, dk, dv
 
 
@@ -266,7 +297,7 @@ def _find_kernels(
     causal: bool,
     options: Options | None,
     deterministic: bool,
-    specs: tuple[PrepareSpec, BackwardSpec, FinishSpec] | None,
+    specs: tuple[PrepareSpec, BackwardSpec, FinishSpec | QueryGradientSpec] | None,
 ) -> _Kernels:
     problem = check_forward(q, k, v, softmax_scale, causal, True, options)
     hopper._check_limits(problem)
@@ -279,15 +310,20 @@ def _find_kernels(
         facts = hopper.device_facts(q.device)
         parts = group_parts(problem, specs[1], facts)
         order = backward_order(problem, specs[1], facts, parts)
-        turns = takes_turns(problem, specs[1])
         planned = replace(
-            planned, prepare=specs[0], main=specs[1], finish=specs[2], parts=parts, turns=turns, order=order
-        )
-    order = planned.order
+            planned, prepare=specs[0], main=specs[1], finish=specs[2], parts=parts, turns=takes_turns(problem, specs[1]),
+            order=order, query_order=query_order_of(problem, specs[2], facts),
+        )  # fmt: skip
+    order, query_order = planned.order, planned.query_order
     if order.tiles > hopper.MAX_TILES:
         raise ValueError(
             f"batch={problem.batch}, heads={problem.heads_kv}, seqlen_k={problem.seqlen_k}: "
             f"{order.tiles} tiles, at most {hopper.MAX_TILES}; split the batch"
+        )
+    if query_order is not None and query_order.tiles > hopper.MAX_TILES:
+        raise ValueError(
+            f"batch={problem.batch}, heads={problem.heads_q}, seqlen_q={problem.seqlen_q}: "
+            f"{query_order.tiles} tiles, at most {hopper.MAX_TILES}; split the batch"
         )
     load = _no_kernel if _has_nothing_to_do(problem) else default_store().load
     return _Kernels(
@@ -299,13 +335,14 @@ def _find_kernels(
         planned.parts,
         planned.turns,
         (order.section, order.levels, order.blocks),
+        None if query_order is None else (query_order.section, query_order.levels, query_order.blocks),
         math.ceil(problem.seqlen_q / planned.main.tile_m),
         problem.first_row_with_keys,
         hopper.fixed_numbers(problem, planned.main),
     )
 
 
-def _no_kernel(spec: PrepareSpec | BackwardSpec | FinishSpec) -> Callable[..., Any]:
+def _no_kernel(spec: PrepareSpec | BackwardSpec | FinishSpec | QueryGradientSpec) -> Callable[..., Any]:
     """Stands for the store in a call that launches nothing, and need not compile for that."""
     return lambda *_: None
 
@@ -333,17 +370,19 @@ def _launch(
     target_dq, target_dk, target_dv = (_writable(x) for x in gradients)
     if kernels.parts > 1:
         target_dk, target_dv = (_of_parts(x, kernels.parts) for x in (dk, dv))
-    all_sums: Tensor | None = None
-    all_turns = torch.empty(0)
+    all_sums = all_turns = torch.empty(0)
     delta = statistics[1]
     for first in range(0, problem.head_dim_v, MAX_COLUMNS):
         part = slice(first, min(first + MAX_COLUMNS, problem.head_dim_v))
         v_part, dout_part, out_part, dv_part = (x[..., part] for x in (v, dout, out, target_dv))
         dk_part = target_dk if first == 0 else torch.empty_like(target_dk)
-        sums = torch.empty(problem.batch * problem.heads_q * rows * spec.head_dim, dtype=torch.float32, device=q.device)
+        elements = problem.batch * problem.heads_q * rows * spec.head_dim if kernels.query_order is None else 0
+        # Without elements their addresses are 0: none.
+        sums = torch.empty(elements, dtype=torch.float32, device=q.device)
         turns = torch.empty(_turns(kernels), dtype=torch.int32, device=q.device)
         sizes = (problem.batch, problem.seqlen_q)
         counter, stream = hopper.counter_and_stream(q.get_device())
+        extras = hopper.extra_numbers(kernels.numbers, None, options)
         # Of the LSE's gradient, and of delta, each part takes its own share.
         part_dlse = dlse if first == 0 else None
         kernels.prepare(
@@ -357,9 +396,9 @@ def _launch(
             counter.data_ptr(), stream,
             *sizes, problem.seqlen_k, problem.heads_q, problem.heads_kv, q.shape[-1], v_part.shape[-1],
             *(hopper._strides(x) for x in (q, k, v_part, dout_part, dk_part, dv_part)),
-            problem.softmax_scale, kernels.parts, *kernels.order, hopper.extra_numbers(kernels.numbers, None, options),
+            problem.softmax_scale, kernels.parts, *kernels.order, extras,
         )  # fmt: skip
-        if all_sums is None:
+        if first == 0:
             all_sums, all_turns = sums, turns
         else:
             # Of tiles that have had no turn neither holds anything, and none of it is read.
@@ -368,11 +407,19 @@ def _launch(
             target_dk.copy_(target_dk.float() + dk_part.float())
         if part.stop < problem.head_dim_v:
             statistics = torch.empty_like(statistics)
-    assert all_sums is not None
-    kernels.finish(
-        all_sums.data_ptr(), all_turns.data_ptr(), target_dq.data_ptr(), stream, *sizes, problem.heads_q, q.shape[-1],
-        hopper._strides(target_dq), problem.softmax_scale,
-    )  # fmt: skip
+    if kernels.query_order is None:
+        kernels.finish(
+            all_sums.data_ptr(), all_turns.data_ptr(), target_dq.data_ptr(), stream, *sizes, problem.heads_q, q.shape[-1],
+            hopper._strides(target_dq), problem.softmax_scale,
+        )  # fmt: skip
+    else:
+        assert problem.head_dim_v <= MAX_COLUMNS  # wider values have few columns of q, and sums of dQ
+        strides = tuple(hopper._strides(x) for x in (q, k, v, dout, target_dq))
+        kernels.finish(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr(), target_dq.data_ptr(),
+            statistics[0].data_ptr(), statistics[1].data_ptr(), counter.data_ptr(), stream,
+            *_query_arguments(kernels, (*sizes, problem.seqlen_k), q.shape[-1], v.shape[-1], strides), extras,
+        )  # fmt: skip
     for gradient, target in zip((dq, dk, dv), (target_dq, target_dk, target_dv), strict=True):
         if target.shape != gradient.shape:
             gradient.copy_(target.unflatten(2, (problem.heads_kv, kernels.parts)).sum(dim=3))

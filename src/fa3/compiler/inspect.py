@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fa3.errors import CompileError
-from fa3.spec import WARPGROUP_THREADS, BackwardSpec, ForwardSpec, PrepareSpec
+from fa3.spec import WARPGROUP_THREADS, BackwardSpec, ForwardSpec, PrepareSpec, QueryGradientSpec
 
 if TYPE_CHECKING:
     from fa3.spec import KernelSpec
@@ -209,6 +209,8 @@ def check(spec: KernelSpec, found: Report) -> list[str]:
         broken.append(f"{found.spills} spill instructions (LDL, STL): must be none")
     if isinstance(spec, ForwardSpec):
         return [*broken, *_check_products(spec, found), *_check_overlap(spec, found)]
+    if isinstance(spec, QueryGradientSpec):
+        return [*broken, *_check_products(spec, found), *_check_query_gradient(spec, found)]
     if isinstance(spec, PrepareSpec):
         if not found.vector_stores:
             broken.append("no STG of 16 bytes: the sums of dQ must be zeroed by vectors")
@@ -217,7 +219,7 @@ def check(spec: KernelSpec, found: Report) -> list[str]:
     return broken
 
 
-def _check_products(spec: ForwardSpec | BackwardSpec, found: Report) -> Iterator[str]:
+def _check_products(spec: ForwardSpec | BackwardSpec | QueryGradientSpec, found: Report) -> Iterator[str]:
     """What kernels with a main loop have in common: TMA, products that run on their own, registers that move."""
     for name, number in (("HGMMA", found.hgmma), ("UTMALDG", found.utmaldg), ("UTMASTG", found.utmastg)):
         # Packed rows of the output are no rectangle: threads write them.
@@ -273,6 +275,15 @@ def _check_backward(spec: BackwardSpec, found: Report) -> Iterator[str]:
         yield "no UBLKRED: dQ must be added to its sums by bulk copies"
     if spec.dq in ("registers", "early") and not found.vector_reductions:
         yield "no REDG of 16 bytes: dQ must be added to its sums by vectors"
+
+
+def _check_query_gradient(spec: QueryGradientSpec, found: Report) -> Iterator[str]:
+    # As in the forward half of a thread's exponentials.
+    enough = spec.tile_n // 4
+    if found.overlap and min(found.overlap) < enough:
+        yield f"overlap: {found.overlap} exponentials under dP in the main loops, expected {enough} on"
+    if found.vector_reductions:
+        yield f"{found.vector_reductions} REDG: nothing may be added in an order that is not fixed"
 
 
 # ----------------------------------------------------------------------------------------------------------

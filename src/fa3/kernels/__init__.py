@@ -12,6 +12,7 @@ _COMPILERS = {
     "forward": ("forward", "compile_forward"),
     "backward": ("backward", "compile_backward"),
     "prepare": ("backward_prepare", "compile_prepare"),
+    "backward_dq": ("backward_dq", "compile_query_gradient"),
     "finish": ("backward_finish", "compile_finish"),
 }
 

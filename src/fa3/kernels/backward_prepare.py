@@ -54,9 +54,9 @@ class PrepareKernel:
     ):
         """Launch a block for each query tile.
 
-        The first eight arguments are device addresses; ``dlse`` may be 0: none, and ``turns``: then dq gets zeros.
-        Strides are (batch, row, head) in elements, multiples of 8, addresses of out and dout of 16 bytes. lse and dlse
-        are (batch, heads, seqlen_q) float32, contiguous; lse_log2, delta, dq and turns as
+        The first eight arguments are device addresses; ``dlse`` may be 0: none, and ``turns``: then dq gets zeros,
+        if it is not 0 too. Strides are (batch, row, head) in elements, multiples of 8, addresses of out and dout of 16
+        bytes. lse and dlse are (batch, heads, seqlen_q) float32, contiguous; lse_log2, delta, dq and turns as
         `fa3.kernels.parts.backward_work.Rows` has them.
         """
         m_blocks = (seqlen_q + self.spec.tile_m - 1) // self.spec.tile_m
@@ -119,11 +119,12 @@ class PrepareKernel:
                 lse_target, delta_target = self.element(lse_log2, place), self.element(delta, place)
                 lse_target[0] = reference
                 delta_target[0] = correction
-        if turns == 0:
+        if turns != 0:
+            if thread == 0:
+                pointer = cute.make_ptr(Int32, turns, cute.AddressSpace.gmem, assumed_align=4)
+                cute.make_tensor(pointer + tile, cute.make_layout(1))[0] = Int32(0)
+        elif dq != 0:
             self.write_zeros(dq, tile, thread)
-        elif thread == 0:
-            pointer = cute.make_ptr(Int32, turns, cute.AddressSpace.gmem, assumed_align=4)
-            cute.make_tensor(pointer + tile, cute.make_layout(1))[0] = Int32(0)
 
     @cute.jit
     def write_zeros(self, dq: Int64, tile: Int32, thread: Int32):

@@ -51,9 +51,15 @@ class KeyEpilogue:
     @cute.jit
     def write(self, rounded: cute.Tensor, tile: cute.Tensor, me: Consumer):
         """Write an accumulator, rounded, to a (64, columns) tile in shared memory."""
-        columns = cute.size(tile, mode=[1])
-        mma = products.make_mma(self.dtype, columns, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
-        copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
-        copy_slice = copy.get_slice(32 * me.warp + me.lane)
-        values = cute.make_tensor(rounded.iterator, cute.make_layout(mma.partition_shape_C((WGMMA_ROWS, columns))))
-        cute.copy(copy, copy_slice.retile(values), copy_slice.partition_D(tile))
+        write_tile(self.dtype, rounded, tile, me)
+
+
+@cute.jit
+def write_tile(dtype: cutlass.Constexpr, rounded: cute.Tensor, tile: cute.Tensor, me: Consumer):
+    """Write an accumulator of a warpgroup, rounded, to a (64, columns) tile in shared memory."""
+    columns = cute.size(tile, mode=[1])
+    mma = products.make_mma(dtype, columns, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+    copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype), mma)
+    copy_slice = copy.get_slice(32 * me.warp + me.lane)
+    values = cute.make_tensor(rounded.iterator, cute.make_layout(mma.partition_shape_C((WGMMA_ROWS, columns))))
+    cute.copy(copy, copy_slice.retile(values), copy_slice.partition_D(tile))
