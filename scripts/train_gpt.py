@@ -6,7 +6,8 @@
 
 Same seeds, initial weights and data for all. ``math`` is SDPA's math backend, which makes the N x N scores in float32:
 two sequences of 4096 tokens are what it has memory and time for, so the batch is 2. ``best`` is the fastest of SDPA's
-other backends. Weights are float32, products bf16 by autocast.
+other backends. Weights are float32, products bf16 by autocast. On a GPU the steps from the second window on are
+one CUDA graph each: for a model as small as this one the host takes longer than the GPU, whatever the attention.
 
 How near the curves must be: runs that differ in rounding alone drift apart, and by how much depends on model and data.
 It is measured here in two ways. ``best-split`` is ``best`` with the batch in two halves, whose gradients are added:
@@ -29,7 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -159,21 +160,33 @@ def fastest(config: Config, device: torch.device) -> str:
     return min(times, key=lambda name: times[name])
 
 
+def captured(learn: Callable[[Tensor], Tensor], example: Tensor) -> Callable[[Tensor], Tensor]:
+    """``learn`` as one CUDA graph, which the host starts in no time; captured on the current stream."""
+    graph, tokens = torch.cuda.CUDAGraph(), example.clone()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        loss = learn(tokens)
+
+    def replay(batch: Tensor) -> Tensor:
+        tokens.copy_(batch)
+        graph.replay()
+        return loss.clone()
+
+    return replay
+
+
 def train(name: str, config: Config, data: Tensor, device: torch.device) -> dict[str, Any]:
     """One run: a row of the result file."""
     on_gpu, implementation = device.type == "cuda", name if name in ("fa3", "math") else fastest(config, device)
     attend = {"fa3": lambda q, k, v: fa3.flash_attn_func(q, k, v, causal=True), "math": sdpa("MATH")}.get(name)
     torch.manual_seed(config.seed)
     model = GPT(config, attend or sdpa(FUSED[implementation])).to(device)  # type: ignore[arg-type]
-    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, (0.9, 0.95), fused=on_gpu)
+    # In a tensor, so that a graph can read it.
+    rate = torch.tensor(config.learning_rate, device=device) if on_gpu else config.learning_rate
+    optimizer = torch.optim.AdamW(model.parameters(), rate, (0.9, 0.95), fused=on_gpu, capturable=on_gpu)
     parts = 2 if name == "best-split" else 1
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    losses, marks = [], []
-    for step, tokens in enumerate(data.to(device)):
-        progress = max(0.0, (step - config.warm_up) / (config.steps - config.warm_up))
-        rate = min(1.0, (step + 1) / config.warm_up) * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-        optimizer.param_groups[0]["lr"] = rate * config.learning_rate
+
+    def learn(tokens: Tensor) -> Tensor:
+        """One step; the loss of the batch."""
         total = torch.zeros((), device=device)
         for part in tokens.chunk(parts):
             with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
@@ -182,11 +195,30 @@ def train(name: str, config: Config, data: Tensor, device: torch.device) -> dict
             total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-        if (step + 1) % config.window == 0:  # the host waits for nothing in between
-            synchronize(device)
-            marks.append(time.perf_counter())
+        return total
+
+    losses, marks, replay = [], [], None
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():
+        for step, tokens in enumerate(data.to(device)):
+            progress = max(0.0, (step - config.warm_up) / (config.steps - config.warm_up))
+            scale = min(1.0, (step + 1) / config.warm_up) * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+            if on_gpu:
+                rate.fill_(scale * config.learning_rate)  # type: ignore[union-attr]
+            else:
+                optimizer.param_groups[0]["lr"] = scale * config.learning_rate
+            if replay is None:
+                losses.append(learn(tokens))
+                optimizer.zero_grad()
+            else:
+                losses.append(replay(tokens))
+            if (step + 1) % config.window == 0:  # the host waits for nothing in between
+                synchronize(device)
+                marks.append(time.perf_counter())
+                if on_gpu and replay is None:
+                    replay = captured(learn, tokens)
+                    marks[-1] = time.perf_counter()
     # From the end of the first window on: its steps load kernels and find out how much memory is needed.
     step_ms = 1e3 / config.window * statistics.median(end - begin for begin, end in itertools.pairwise(marks))
     return {

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from backward_recorder import ARGUMENTS, backward, contiguous, fill, install, results_of
-from fa3.backends import hopper_backward
 from fa3.backward_plan import backward_tiles as tiles_of
 from fa3.backward_plan import make_backward_specs, plan_backward
 from fa3.compiler.inspect import Report, check
@@ -243,29 +242,6 @@ def test_bounds_caps_and_modifications_go_to_both(kernels):
     backward(q, k, v, deterministic=True, window_left=10, softcap=5.0, score_mod=mods.relative_bias(bias))
     main, last = kernels.one(BackwardSpec), kernels.one(QueryGradientSpec)
     assert last["extra_numbers"] == main["extra_numbers"] == (10, 100, 0, 5.0, bias.data_ptr(), *bias.shape)
-
-
-def test_of_wide_values_each_part_of_the_columns_adds_its_dq(kernels):
-    q, k, v = tensors(head_dim=64, head_dim_v=512, heads_kv=4)
-    dout, out, lse = results_of(q, v)
-    # Not planned for such heads, but to be had by whoever compares.
-    tiles = replace(tiles_of((64, 256)), dq="none")
-    specs = make_backward_specs("bf16", (64, 256), "full", tiles)
-    parts = []
-
-    def look(call):
-        if type(call["spec"]) is QueryGradientSpec:
-            parts.append((call["head_dim_v"], call["v"] - v.data_ptr(), call["dq"]))
-            fill(call["dq"], q.numel(), float(len(parts)))
-        elif type(call["spec"]) is BackwardSpec:
-            fill(call["dk"], k.numel(), 1.0)
-
-    kernels.look = look
-    dq, dk, *_ = hopper_backward.backward(dout, None, q, k, v, out, lse, specs=specs)
-    assert [part[:2] for part in parts] == [(256, 0), (256, 512)]
-    assert parts[0][2] == dq.data_ptr() != parts[1][2]
-    assert dq.unique().tolist() == [3.0]
-    assert dk.unique().tolist() == [2.0]
 
 
 def test_qv_is_more_columns_of_q_here_too(kernels):

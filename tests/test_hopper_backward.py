@@ -10,6 +10,7 @@ import torch
 
 from backward_recorder import ARGUMENTS, backward, contiguous, fill, install, results_of, write
 from fa3.backends import hopper, hopper_backward
+from fa3.backward_plan import FEW_PARTS
 from fa3.plan import H200
 from fa3.spec import BackwardSpec, FinishSpec, PrepareSpec
 from recorder import memory, tensors
@@ -264,8 +265,15 @@ def test_every_tile_of_dq_has_a_turn_that_prepare_writes_and_finish_reads(kernel
 def test_where_sums_are_added_from_registers_there_are_zeros_and_no_turns(kernels):
     backward(*tensors(head_dim=256, head_dim_v=256))
     assert kernels.one(BackwardSpec)["spec"].dq == "registers"
-    assert kernels.one(PrepareSpec)["spec"].zeros
-    assert {kernels.one(kind)["turns"] for kind in (BackwardSpec, FinishSpec)} == {0}
+    assert {kernels.one(kind)["turns"] for kind in KINDS} == {0}
+    assert len({kernels.one(PrepareSpec)["dq"], kernels.one(FinishSpec)["sums"]} - {0}) == 1
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_tile_of_dq_with_many_parts_has_turns_only_in_a_fixed_order(kernels, deterministic):
+    q, k, v = tensors(seqlen_k=128 * FEW_PARTS + 1)
+    backward(q, k, v, deterministic=deterministic)
+    assert (kernels.one(BackwardSpec)["turns"] != 0) is deterministic
 
 
 def test_what_is_remembered_of_one_kind_is_not_used_for_the_other(kernels):

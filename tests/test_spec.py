@@ -324,8 +324,8 @@ def test_a_field_of_a_gradients_spec_out_of_range_is_refused_with_its_name_and_v
         (
             {"tile_m": 128, "stages": 3, "stages_dout": 2},
             # K and V; q and dout of several steps; dS of two; LSE, delta and dQ in float32.
-            f"needs {2 * (128 * 256 + 128 * 5 * 128 + 2 * 128 * 128) + 4 * 128 * (5 + 128) + 1024} bytes of shared memory: at "
-            "most 232448",
+            f"needs {2 * (128 * 256 + 128 * 5 * 128 + 2 * 128 * 128) + 4 * 128 * (5 + 128) + 1024} bytes of shared "
+            "memory: at most 232448",
         ),
     ],
     ids=str,

@@ -311,8 +311,8 @@ def _find_kernels(
         parts = group_parts(problem, specs[1], facts)
         order = backward_order(problem, specs[1], facts, parts)
         planned = replace(
-            planned, prepare=specs[0], main=specs[1], finish=specs[2], parts=parts, turns=takes_turns(problem, specs[1]),
-            order=order, query_order=query_order_of(problem, specs[2], facts),
+            planned, prepare=specs[0], main=specs[1], finish=specs[2], parts=parts, order=order,
+            turns=takes_turns(problem, specs[1]), query_order=query_order_of(problem, specs[2], facts),
         )  # fmt: skip
     order, query_order = planned.order, planned.query_order
     if order.tiles > hopper.MAX_TILES:
@@ -409,8 +409,8 @@ def _launch(
             statistics = torch.empty_like(statistics)
     if kernels.query_order is None:
         kernels.finish(
-            all_sums.data_ptr(), all_turns.data_ptr(), target_dq.data_ptr(), stream, *sizes, problem.heads_q, q.shape[-1],
-            hopper._strides(target_dq), problem.softmax_scale,
+            all_sums.data_ptr(), all_turns.data_ptr(), target_dq.data_ptr(), stream, *sizes, problem.heads_q,
+            q.shape[-1], hopper._strides(target_dq), problem.softmax_scale,
         )  # fmt: skip
     else:
         assert problem.head_dim_v <= MAX_COLUMNS  # wider values have few columns of q, and sums of dQ

@@ -61,7 +61,19 @@ class PrepareKernel:
         """
         m_blocks = (seqlen_q + self.spec.tile_m - 1) // self.spec.tile_m
         self.kernel(
-            out, dout, lse, dlse, lse_log2, delta, dq, turns, seqlen_q, heads, m_blocks, head_dim_v, out_strides,
+            out,
+            dout,
+            lse,
+            dlse,
+            lse_log2,
+            delta,
+            dq,
+            turns,
+            seqlen_q,
+            heads,
+            m_blocks,
+            head_dim_v,
+            out_strides,
             dout_strides,
         ).launch(grid=[m_blocks * heads * batch, 1, 1], block=[self.spec.threads, 1, 1], stream=stream)
 

@@ -132,7 +132,7 @@ class KeySums:
 
     @cute.jit
     def take_turn(self, turn_address: Int64, turn: Int32, state: Int32) -> Boolean:
-        """Wait until a part may be added to a tile; whether it is the first one. ``state`` as `state_of` returned it."""
+        """Wait until a part may be added to a tile; whether it is the first. ``state`` as `state_of` returned it."""
         first = Boolean(False)
         if const_expr(self.spec.deterministic):
             first = turn == 0
