@@ -107,24 +107,24 @@ def problem_of(head_dim: int = 256, **changes: object) -> Problem:
 
 @pytest.mark.parametrize("modified", [False, True], ids=["plain", "modified"])
 @pytest.mark.parametrize("kind", BACKWARD_CLASSES, ids=str)
-def test_where_no_turns_fit_the_main_pass_leaves_dq_to_a_kernel_of_its_own(kind, modified):
+def test_where_dq_does_not_fit_the_main_pass_leaves_dq_to_a_kernel_of_its_own(kind, modified):
     for dtype, mask in itertools.product(ELEMENT_BYTES, MASKS):
-        tiles = tiles_of(kind, modified, deterministic=True)
+        tiles = tiles_of(kind, modified)
         specs = make_backward_specs(dtype, kind, mask, tiles, deterministic=True, softcap=modified)
         _, main, last = specs
         for spec in specs:
             spec.validate()
-        assert main.deterministic == (main.dq != "none") == isinstance(last, FinishSpec) == (kind != (256, 256))
+        assert main.deterministic == (main.dq_stages > 0) == isinstance(last, FinishSpec) == (kind != (256, 256))
         if isinstance(last, QueryGradientSpec):
             assert (last.dtype, last.head_dim, last.head_dim_v, last.mask) == (dtype, *kind, mask)
             assert last.softcap == modified
 
 
-def test_it_is_planned_for_a_fixed_order_of_wide_heads_alone():
+def test_it_is_planned_for_wide_heads_alone_in_a_fixed_order_or_not():
     for head_dim, deterministic in itertools.product((64, 128, 192, 256), (False, True)):
         planned = plan_backward(problem_of(head_dim), H200, deterministic=deterministic)
         # 192 columns of both have no class of their own.
-        by_queries = deterministic and head_dim > 128
+        by_queries = head_dim > 128
         assert isinstance(planned.finish, QueryGradientSpec) == by_queries
         assert (planned.query_order is not None) == by_queries
         assert any("own queries" in reason for reason in planned.reasons) == by_queries
@@ -132,7 +132,7 @@ def test_it_is_planned_for_a_fixed_order_of_wide_heads_alone():
 
 def test_its_tiles_come_in_the_order_of_the_forward():
     problem = problem_of(causal=True)
-    planned = plan_backward(problem, H200, deterministic=True)
+    planned = plan_backward(problem, H200)
     assert planned.query_order == order_of(problem, planned.finish, H200)
     assert planned.query_order.tiles == 8 * 8 * 2
     assert planned.query_order.reason in planned.reasons
@@ -140,10 +140,10 @@ def test_its_tiles_come_in_the_order_of_the_forward():
 
 def test_it_gets_the_modifications_of_the_main_pass_and_smaller_tiles_with_them():
     changes = {"score_mod": "one:score", "score_aux": ("f1",), "mask_mod": "one:mask", "mask_aux": ("i1",)}
-    planned = plan_backward(problem_of(**changes, softcap=9.0), H200, "one:derivative", deterministic=True)
+    planned = plan_backward(problem_of(**changes, softcap=9.0), H200, "one:derivative")
     for field in ("softcap", "score_mod", "derivative", "mask_mod", "score_aux", "mask_aux"):
         assert getattr(planned.finish, field) == getattr(planned.main, field), field
-    assert planned.finish.tile_n < plan_backward(problem_of(), H200, deterministic=True).finish.tile_n
+    assert planned.finish.tile_n < plan_backward(problem_of(), H200).finish.tile_n
 
 
 def test_everybody_has_it_in_every_dtype_under_every_mask():
@@ -196,10 +196,10 @@ def test_it_runs_last_and_gets_what_the_main_pass_read_and_dq(kernels, strided):
     into = None
     if strided:
         into = (torch.zeros(2, 100, 3, 4, 256, dtype=q.dtype)[:, :, 1], torch.empty_like(k), torch.empty_like(v))
-    dq, *_ = backward(q, k, v, given=given, into=into, deterministic=True)
+    dq, *_ = backward(q, k, v, given=given, into=into)
     assert [type(call["spec"]) for call in kernels.calls] == KINDS
     prepare, main, last = (kernels.one(kind) for kind in KINDS)
-    assert main["spec"].dq == "none"
+    assert main["spec"].dq_stages == 0
     assert main["dq"] == prepare["dq"] == main["turns"] == 0, "nothing is summed in memory"
     assert last["lse"] == main["lse"] == prepare["lse_log2"]
     assert last["delta"] == main["delta"] == prepare["delta"]
@@ -211,7 +211,7 @@ def test_it_runs_last_and_gets_what_the_main_pass_read_and_dq(kernels, strided):
     assert all(last[name] == main[name] for name in (*names, "softmax_scale", "extra_numbers"))
     # 100 rows in steps of 64 of the main pass.
     assert last["rows_per_head"] == 128
-    order = plan_backward(kernels_problem(q, k), H200, deterministic=True).query_order
+    order = plan_backward(kernels_problem(q, k), H200).query_order
     assert (last["section"], last["levels"], last["blocks"]) == (order.section, order.levels, order.blocks)
 
 
@@ -230,7 +230,7 @@ def test_the_statistics_lie_in_memory_of_their_own(kernels):
                 memory(call[name], count, torch.float32)
 
     kernels.look = look
-    backward(q, k, v, deterministic=True)
+    backward(q, k, v)
     assert kernels.one(QueryGradientSpec)["rows_per_head"] == 128
 
 
@@ -239,7 +239,7 @@ def test_bounds_caps_and_modifications_go_to_both(kernels):
 
     q, k, v = wide()
     bias = torch.zeros(q.shape[2], 9)
-    backward(q, k, v, deterministic=True, window_left=10, softcap=5.0, score_mod=mods.relative_bias(bias))
+    backward(q, k, v, window_left=10, softcap=5.0, score_mod=mods.relative_bias(bias))
     main, last = kernels.one(BackwardSpec), kernels.one(QueryGradientSpec)
     assert last["extra_numbers"] == main["extra_numbers"] == (10, 100, 0, 5.0, bias.data_ptr(), *bias.shape)
 
@@ -253,7 +253,7 @@ def test_qv_is_more_columns_of_q_here_too(kernels):
             fill(call["dq"], q.numel() + qv.numel(), 1.0)
 
     kernels.look = look
-    dq, *_, dqv = backward(q, k, v, qv=qv, deterministic=True)
+    dq, *_, dqv = backward(q, k, v, qv=qv)
     last = kernels.one(QueryGradientSpec)
     assert (last["head_dim"], last["head_dim_v"]) == (256, 192)
     assert dq.unique().tolist() == dqv.unique().tolist() == [1.0]

@@ -262,13 +262,6 @@ def test_every_tile_of_dq_has_a_turn_that_prepare_writes_and_finish_reads(kernel
     assert 0 not in turns
 
 
-def test_where_sums_are_added_from_registers_there_are_zeros_and_no_turns(kernels):
-    backward(*tensors(head_dim=256, head_dim_v=256))
-    assert kernels.one(BackwardSpec)["spec"].dq == "registers"
-    assert {kernels.one(kind)["turns"] for kind in KINDS} == {0}
-    assert len({kernels.one(PrepareSpec)["dq"], kernels.one(FinishSpec)["sums"]} - {0}) == 1
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_tile_of_dq_with_many_parts_has_turns_only_in_a_fixed_order(kernels, deterministic):
     q, k, v = tensors(seqlen_k=128 * FEW_PARTS + 1)

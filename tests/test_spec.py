@@ -301,8 +301,7 @@ AROUND = (PREPARE, FINISH)
         (BACKWARD, "tile_n", [0, 32, 96, 256]),
         (BACKWARD, "stages", [0, -1, 5]),
         (BACKWARD, "stages_dout", [0, -1, 5]),
-        (BACKWARD, "dq", ["", "late"]),
-        (BACKWARD, "dq_stages", [0, -1, 3]),
+        (BACKWARD, "dq_stages", [-1, 3]),
     ],
     ids=lambda value: type(value).__name__ if hasattr(value, "as_dict") else None,
 )
@@ -320,7 +319,7 @@ def test_a_field_of_a_gradients_spec_out_of_range_is_refused_with_its_name_and_v
         ({"mask": "blocks"}, "mask='blocks': blocks that are cut need a mask_mod"),
         ({"score_mod": "m:f"}, "score_mod='m:f', derivative='': both or neither"),
         ({"derivative": "m:g"}, "score_mod='', derivative='m:g': both or neither"),
-        ({"dq": "registers", "deterministic": True}, "deterministic=True with dq='registers'"),
+        ({"dq_stages": 0, "deterministic": True}, "deterministic=True with dq_stages=0"),
         (
             {"tile_m": 128, "stages": 3, "stages_dout": 2},
             # K and V; q and dout of several steps; dS of two; LSE, delta and dQ in float32.
@@ -349,7 +348,6 @@ def test_fields_of_a_backward_that_do_not_go_together_are_refused(changes, messa
                 "tile_n": 64,
                 "stages": 3,
                 "stages_dout": 1,
-                "dq": "early",
                 "dq_stages": 2,
                 "deterministic": True,
                 "softcap": True,

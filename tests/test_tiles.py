@@ -178,7 +178,7 @@ def test_the_preset_for_tests_has_the_options_at_every_usual_head_dim_under_ever
 
 def test_the_preset_for_tests_has_gradients_in_a_fixed_order_of_every_tile_class_and_those_of_features():
     specs = [spec for spec in shipped_specs("tests") if isinstance(spec, BackwardSpec)]
-    fixed = [spec for spec in specs if spec.deterministic or spec.dq == "none"]
+    fixed = [spec for spec in specs if spec.deterministic or not spec.dq_stages]
     assert {(spec.head_dim, spec.head_dim_v) for spec in fixed} == set(BACKWARD_CLASSES)
     assert {spec.mask for spec in fixed} == set(MASKS)
     assert any(spec.softcap for spec in specs)
@@ -187,10 +187,10 @@ def test_the_preset_for_tests_has_gradients_in_a_fixed_order_of_every_tile_class
     beside = set(shipped_specs("tests"))
     for spec in specs:
         assert PrepareSpec(spec.dtype, spec.head_dim, spec.head_dim_v, spec.tile_m) in beside
-        if spec.dq != "none":
+        if spec.dq_stages:
             assert FinishSpec(spec.dtype, spec.head_dim, spec.tile_m) in beside
     by_queries = {spec.mask for spec in beside if isinstance(spec, QueryGradientSpec)}
-    assert by_queries == {spec.mask for spec in specs if spec.dq == "none"} == set(MASKS)
+    assert by_queries == {spec.mask for spec in specs if not spec.dq_stages} == set(MASKS)
 
 
 def test_the_schedule_preset_has_the_papers_ablation_every_combination_of_switches_in_fp16_at_128():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fa3 import plan as planning
 from fa3.plan import L2_SHARE, MAX_COLUMNS, DeviceFacts, Order
@@ -24,7 +24,6 @@ class BackwardTiles:
         tile_m: query rows of a step.
         tile_n: keys of a block.
         stages, stages_dout, dq_stages: q tiles, dout tiles and dQ tiles in shared memory at once.
-        dq: how dQ gets to its sums; see `fa3.spec.BackwardSpec`.
         reason: why.
     """
 
@@ -32,23 +31,19 @@ class BackwardTiles:
     tile_n: int
     stages: int
     stages_dout: int
-    dq: str = "shared"
-    dq_stages: int = 1
-    reason: str = ""
+    dq_stages: int
+    reason: str
 
 
 _SHARED_KEYS = "the warpgroups share 64 keys: dK and dV of 64 keys take the registers of both"
-_D64 = BackwardTiles(128, 128, 3, 2, reason="128 queries a step: fewer bytes of shared memory for each product")
-_D128 = BackwardTiles(64, 128, 2, 2, reason="dK and dV of 64 keys take half of a warpgroup's registers")
-_SHARING = BackwardTiles(64, 64, 2, 2, reason=_SHARED_KEYS)
-_D256 = BackwardTiles(64, 64, 2, 2, dq="registers", reason=f"{_SHARED_KEYS}; no shared memory is left for dQ")
+_D256 = BackwardTiles(64, 64, 2, 2, 0, _SHARED_KEYS)
 
 #: Tile class -> tiles.
 BACKWARD_TILES: dict[tuple[int, int], BackwardTiles] = {
-    (64, 64): _D64,
-    (128, 128): _D128,
-    (64, 256): _SHARING,
-    (192, 128): _SHARING,
+    (64, 64): BackwardTiles(128, 128, 3, 2, 1, "128 queries a step: fewer bytes of shared memory for each product"),
+    (128, 128): BackwardTiles(64, 128, 2, 2, 2, "dK and dV of 64 keys take half of a warpgroup's registers"),
+    (64, 256): BackwardTiles(64, 64, 2, 2, 2, _SHARED_KEYS),
+    (192, 128): BackwardTiles(64, 64, 2, 2, 1, _SHARED_KEYS),
     (256, 256): _D256,
 }
 
@@ -56,11 +51,9 @@ _KEPT = "registers keep the scores until dS is there"
 
 #: Tile class -> tiles with a softcap or score_mod, where registers must keep the scores until dS is there.
 BACKWARD_MODIFIED: dict[tuple[int, int], BackwardTiles] = {
-    (64, 64): BackwardTiles(64, 128, 2, 2, reason=_KEPT),
-    (128, 128): BackwardTiles(64, 64, 2, 2, reason=_KEPT),
-    (64, 256): _SHARING,
-    (192, 128): _SHARING,
-    (256, 256): replace(_D256, dq="early", reason=_KEPT),
+    **BACKWARD_TILES,
+    (64, 64): BackwardTiles(64, 128, 2, 2, 2, _KEPT),
+    (128, 128): BackwardTiles(64, 64, 2, 2, 2, _KEPT),
 }
 
 
@@ -82,22 +75,16 @@ class QueryTiles:
     reason: str
 
 
-#: Those of the class in which the main pass has no memory for turns.
+#: Those of the class in which the main pass has no shared memory for dQ.
 QUERY_TILES = QueryTiles(128, 64, 2, 1, reason="shared memory is full: q, dout, two tiles of k, one of v")
 
 #: The same with a softcap or score_mod.
 QUERY_MODIFIED = QueryTiles(128, 32, 4, 2, reason=_KEPT)
 
 
-def backward_tiles(kind: tuple[int, int], modified: bool = False, deterministic: bool = False) -> BackwardTiles:
+def backward_tiles(kind: tuple[int, int], modified: bool = False) -> BackwardTiles:
     """The tiles of a class."""
-    tiles = BACKWARD_MODIFIED[kind] if modified else BACKWARD_TILES[kind]
-    if deterministic and kind == (128, 128):
-        # A tile waits for its turn while the next one is made.
-        return replace(tiles, dq_stages=2)
-    if deterministic and kind == (256, 256):
-        return replace(tiles, dq="none", reason=_SHARED_KEYS)
-    return tiles
+    return BACKWARD_MODIFIED[kind] if modified else BACKWARD_TILES[kind]
 
 
 def query_tiles(modified: bool = False) -> QueryTiles:
@@ -161,7 +148,7 @@ def make_backward_specs(
     """The kernels of a tile class with these tiles."""
     head_dim, head_dim_v = kind
     finish: FinishSpec | QueryGradientSpec = FinishSpec(dtype, head_dim, tiles.tile_m)
-    if tiles.dq == "none":
+    if not tiles.dq_stages:
         # What makes dQ by queries needs no order, and the main pass has none.
         features = {name: value for name, value in features.items() if name != "deterministic"}
         by_queries = query_tiles(bool(features.get("softcap") or features.get("score_mod")))
@@ -173,7 +160,7 @@ def make_backward_specs(
         PrepareSpec(dtype, head_dim, head_dim_v, tiles.tile_m),
         BackwardSpec(
             dtype, head_dim, head_dim_v, mask, tiles.tile_m, tiles.tile_n, tiles.stages, tiles.stages_dout,
-            tiles.dq, tiles.dq_stages, **features,  # type: ignore[arg-type]
+            tiles.dq_stages, **features,  # type: ignore[arg-type]
         ),
         finish,
     )  # fmt: skip
@@ -196,7 +183,7 @@ def plan_backward(
     head_dim = problem.head_dim + (problem.head_dim_v if problem.qv else 0)
     kind = backward_class(head_dim, problem.head_dim_v)
     modified = bool(problem.softcap or problem.score_mod)
-    tiles = backward_tiles(kind, modified, deterministic)
+    tiles = backward_tiles(kind, modified)
     prepare, main, finish = make_backward_specs(
         problem.dtype,
         kind,
@@ -220,7 +207,7 @@ def plan_backward(
         order.reason,
         *(
             [
-                "dQ by a kernel of its own, whose blocks own queries: no shared memory is left for turns",
+                "dQ by a kernel of its own, whose blocks own queries: no shared memory is left for it",
                 f"its tiles of {by_queries.tile_m} queries x {by_queries.tile_n} keys in {by_queries.stages} stages: "
                 f"{by_queries.reason}",
                 query_order.reason,
@@ -233,14 +220,15 @@ def plan_backward(
     return BackwardPlan(prepare, main, finish, parts, turns, order, query_order, reasons, flops)
 
 
-#: Parts of a dQ tile, at most, at which to write no zeros for it saves more than asking who comes first costs.
+#: Parts of a dQ tile, at most, at which to write no zeros for it saves more than asking who comes first costs. That
+#: takes time, which two stages of dQ hide and one does not.
 FEW_PARTS = 16
 
 
 def takes_turns(problem: Problem, spec: BackwardSpec) -> bool:
     """Whether tiles of dQ have turns; see `BackwardPlan`."""
-    few = math.ceil(problem.seqlen_k / spec.tile_n) <= FEW_PARTS
-    return spec.dq == "shared" and (spec.deterministic or few)
+    few = spec.dq_stages > 1 and math.ceil(problem.seqlen_k / spec.tile_n) <= FEW_PARTS
+    return spec.deterministic or few
 
 
 #: Tiles of keys a multiprocessor from which on tiles of different lengths even out.
@@ -299,5 +287,5 @@ def backward_specs() -> Iterator[PrepareSpec | BackwardSpec | FinishSpec | Query
     """All kernels for the gradients of a plain call, or of one with a window, in a fixed order of the sums or not."""
     masks = ("full", "causal", "window")
     for dtype, kind, mask, deterministic in itertools.product(ELEMENT_BYTES, BACKWARD_TILES, masks, (False, True)):
-        tiles = backward_tiles(kind, deterministic=deterministic)
+        tiles = backward_tiles(kind)
         yield from make_backward_specs(dtype, kind, mask, tiles, deterministic=deterministic)

@@ -222,10 +222,8 @@ class BackwardSpec(_Spec, _DqTile):
         tile_m: query rows of one step of the main loop.
         tile_n: keys of a block: 64 for each warpgroup, or 64 whose columns the warpgroups share.
         stages, stages_dout: q tiles, and dout tiles, held in shared memory at once.
-        dq: how dQ gets to its sums in global memory: ``"shared"``: through shared memory, where a warp of its own adds
-            it; ``"registers"``: from the registers; ``"early"``: from the registers before dP is issued: fewer of them,
-            more waiting; ``"none"``: another kernel makes dQ.
-        dq_stages: dQ tiles held in shared memory at once, with ``"shared"``.
+        dq_stages: dQ tiles held in shared memory at once, on the way to their sums in global memory; with 0 another
+            kernel makes dQ.
         deterministic: sums of dQ are added in a fixed order.
         softcap, score_mod, mask_mod, score_aux, mask_aux: as of `ForwardSpec`.
         derivative: ``"module:function"`` of the derivative of ``score_mod``.
@@ -241,7 +239,6 @@ class BackwardSpec(_Spec, _DqTile):
     tile_n: int
     stages: int
     stages_dout: int
-    dq: str = "shared"
     dq_stages: int = 1
     deterministic: bool = False
     softcap: bool = False
@@ -288,15 +285,14 @@ class BackwardSpec(_Spec, _DqTile):
         keys = self.tile_n * columns
         rows = self.tile_m * (self.stages * self.head_dim + self.stages_dout * self.head_dim_v)
         scores = self.tile_m * self.tile_n * DS_BUFFERS * (1 if self.split_keys else 2)
-        dq = self.dq_stages * self.head_dim if self.dq == "shared" else 0
-        float32 = self.tile_m * (self.stages + self.stages_dout + dq)
+        float32 = self.tile_m * (self.stages + self.stages_dout + self.dq_stages * self.head_dim)
         return ELEMENT_BYTES[self.dtype] * (keys + rows + scores) + 4 * float32 + 1024
 
     @property
     def name(self) -> str:
         """Short unique name, e.g. ``backward_bf16_d128_causal_64x128x2x2_dq1``."""
         tile = f"{self.tile_m}x{self.tile_n}x{self.stages}x{self.stages_dout}"
-        features = [f"dq{self.dq_stages}" if self.dq == "shared" else f"dq-{self.dq}"]
+        features = [f"dq{self.dq_stages}"]
         features += _changes(self, "deterministic", "softcap")
         return "_".join((f"backward_{self.dtype}_{_dims(self)}_{self.mask}_{tile}", *features))
 
@@ -307,12 +303,10 @@ class BackwardSpec(_Spec, _DqTile):
             raise ValueError(f"tile_m={self.tile_m}: allowed are 64 and 128")
         if self.tile_n not in (64, 128):
             raise ValueError(f"tile_n={self.tile_n}: allowed are 64 and 128")
-        if self.dq not in ("shared", "registers", "early", "none"):
-            raise ValueError(f"dq={self.dq!r}: allowed are 'shared', 'registers', 'early' and 'none'")
-        if self.dq_stages not in (1, 2):
-            raise ValueError(f"dq_stages={self.dq_stages}: allowed are 1 and 2")
-        if self.deterministic and self.dq != "shared":
-            raise ValueError(f"deterministic=True with dq={self.dq!r}: a fixed order needs 'shared'")
+        if not 0 <= self.dq_stages <= 2:
+            raise ValueError(f"dq_stages={self.dq_stages}: allowed are 0 to 2")
+        if self.deterministic and not self.dq_stages:
+            raise ValueError("deterministic=True with dq_stages=0: there are no sums to order")
         for name in ("stages", "stages_dout"):
             if not 1 <= getattr(self, name) <= 4:
                 raise ValueError(f"{name}={getattr(self, name)}: allowed are 1 to 4")

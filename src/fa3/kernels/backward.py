@@ -162,7 +162,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             tanh_factor, scale = softmax_scale / softcap, softcap
         if const_expr(spec.score_mod):
             mod_factor, scale = scale, Float32(1.0)
-        extras = KeyExtras(tanh_factor, mod_factor, softcap, numbers["score_aux"], numbers["mask_aux"])
+        extras = KeyExtras(tanh_factor, mod_factor, numbers["score_aux"], numbers["mask_aux"])
         self.kernel(
             (q_tma, q_tensor),
             (k_tma, k_tensor),
@@ -249,8 +249,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
         score_tiles = DS_BUFFERS * self.key_parts
         ds_smem = copies.shared_layout(dtype, (WGMMA_ROWS, self.tile_m, score_tiles), K, part=spec.score_rows)
         dq_chunks = self.tile_m * spec.head_dim // (4 * self.groups * WARPGROUP_THREADS)
-        dq_smem = cute.make_layout((4, WARPGROUP_THREADS, dq_chunks, self.groups, spec.dq_stages))
-        dq_shared = spec.dq == "shared"
+        dq_smem = cute.make_layout((4, WARPGROUP_THREADS, dq_chunks, self.groups, max(1, spec.dq_stages)))
         p_elements = 0 if spec.split_keys else cute.cosize(ds_smem)
 
         @cute.struct
@@ -265,8 +264,8 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             dout_empty: cute.struct.MemRange[Int64, spec.stages_dout]
             ds_full: cute.struct.MemRange[Int64, DS_BUFFERS]
             p_full: cute.struct.MemRange[Int64, DS_BUFFERS]
-            dq_full: cute.struct.MemRange[Int64, spec.dq_stages]
-            dq_empty: cute.struct.MemRange[Int64, spec.dq_stages]
+            dq_full: cute.struct.MemRange[Int64, max(1, spec.dq_stages)]
+            dq_empty: cute.struct.MemRange[Int64, max(1, spec.dq_stages)]
             tile_full: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_empty: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_slots: cute.struct.MemRange[Int32, 3 * tiles.SLOTS]
@@ -278,7 +277,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             dout: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(dout_smem)], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(ds_smem)], 1024]
             p: cute.struct.Align[cute.struct.MemRange[dtype, p_elements], 1024]
-            dq: cute.struct.Align[cute.struct.MemRange[Float32, cute.size(dq_smem) if dq_shared else 0], 1024]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, cute.size(dq_smem) if spec.dq_stages else 0], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(SharedStorage)
 
@@ -300,7 +299,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             tensor(storage.ds, ds_smem),
             tensor(storage.ds, columns_first(ds_smem, spec.score_rows)),
             None if const_expr(spec.split_keys) else tensor(storage.p, ds_smem),
-            storage.dq.get_tensor(dq_smem) if const_expr(dq_shared) else None,
+            storage.dq.get_tensor(dq_smem) if const_expr(spec.dq_stages > 0) else None,
         )
         extras = extras._replace(
             score_aux=scores.make_aux(spec.score_aux, extras.score_aux),
@@ -340,7 +339,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
                         cute.arch.mbarrier_init(empty + s, 4 * self.groups)
                 for s in cutlass.range_constexpr(tiles.SLOTS):
                     cute.arch.mbarrier_init(supply.full + s, 1)
-                    cute.arch.mbarrier_init(supply.empty + s, 4 * self.groups + (1 if dq_shared else 0))
+                    cute.arch.mbarrier_init(supply.empty + s, 4 * self.groups + (1 if spec.dq_stages else 0))
                 for s in cutlass.range_constexpr(spec.dq_stages):
                     cute.arch.mbarrier_init(between.dq_full + s, 4 * self.groups)
                     cute.arch.mbarrier_init(between.dq_empty + s, 1)
@@ -383,7 +382,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_index == 0:
                 self.load(sizes, extras, supply, loads, rows)
-            if const_expr(dq_shared):
+            if const_expr(spec.dq_stages > 0):
                 if warp_index == 1:
                     self.add_sums(sizes, extras, supply, between, rows, shared)
         else:
@@ -391,7 +390,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             thread = thread - WARPGROUP_THREADS
             warp_in_group = cute.arch.make_warp_uniform(thread // 32) % 4
             me = Consumer(group_index - 1, warp_in_group, thread % 32, False)
-            self.attend(sizes, extras, supply, loads, between, rows, me, shared, stores, softmax_scale, scale_log2)
+            self.attend(sizes, extras, supply, loads, between, me, shared, stores, softmax_scale, scale_log2)
 
     # ---- consumers
 
@@ -403,7 +402,6 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
         supply: tiles.Supply,
         loads: KeyLoads,
         between: KeyBarriers,
-        rows: Rows,
         me: Consumer,
         shared: KeyShared,
         stores: tuple,
@@ -420,7 +418,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             operands.dv.fill(0.0)
             barriers.wait_full(loads.k.full, done, 1)
             if work.steps > 0:
-                self.walk(work, loads, between, rows, me, shared, operands, scale_log2)
+                self.walk(work, loads, between, me, shared, operands, scale_log2)
             else:
                 barriers.wait_full(loads.v.full, done, 1)
             # All have read K, V and dS.
@@ -496,7 +494,6 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
         work: KeyWork,
         loads: KeyLoads,
         between: KeyBarriers,
-        rows: Rows,
         me: Consumer,
         shared: KeyShared,
         operands: KeyOperands,
@@ -504,12 +501,10 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
     ):
         """The main loop over the query tiles of one tile of keys."""
         m_block, head = work.first_tile, work.head * work.sizes.group
-        before = m_block, head
-        self.step(work, Int32(0), m_block, head, before, loads, between, rows, me, shared, operands, scale_log2, True)
+        self.step(work, Int32(0), m_block, head, loads, between, me, shared, operands, scale_log2, True)
         for step in cutlass.range(1, work.steps, unroll=1):
-            before = m_block, head
             m_block, head = self.next_rows(work, m_block, head)
-            self.step(work, step, m_block, head, before, loads, between, rows, me, shared, operands, scale_log2, False)
+            self.step(work, step, m_block, head, loads, between, me, shared, operands, scale_log2, False)
         # dK and dQ of the last query tile.
         last = work.position + work.steps - 1
         self.issue_dk(last, me.group, between, operands)
@@ -517,8 +512,8 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
         warpgroup.wait_group(0)
         self.release_rows(loads.dout, last, self.spec.stages_dout)
         self.release_rows(loads.q, last, self.spec.stages)
-        if const_expr(self.spec.dq != "none"):
-            self.send_dq(work, rows, head, m_block, last, between, me, shared, dq)
+        if const_expr(self.spec.dq_stages > 0):
+            self.send_dq(last, between, me, shared, dq)
             self.make_visible()
             self.show_dq(last, between)
 
@@ -529,10 +524,8 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
         step: Int32,
         m_block: Int32,
         head: Int32,
-        before: tuple[Int32, Int32],
         loads: KeyLoads,
         between: KeyBarriers,
-        rows: Rows,
         me: Consumer,
         shared: KeyShared,
         operands: KeyOperands,
@@ -568,9 +561,6 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             warpgroup.wait_group(0)
             self.release_rows(loads.q, position - 1, spec.stages)
             dq = self.issue_dq(position - 1, operands)
-            if const_expr(spec.dq == "early"):
-                warpgroup.wait_group(0)
-                self.send_dq(work, rows, before[1], before[0], position - 1, between, me, shared, dq)
         barriers.wait_full(loads.dout.full, position, spec.stages_dout)
         dout_tile = operands.dout[None, None, None, dout_stage]
         dp = self.accumulator(self.scores_mma(), spec.score_rows)
@@ -582,9 +572,9 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             barriers.wait_full(between.p_full, position, DS_BUFFERS)
             p_operand = operands.p[None, None, None, barriers.stage_of(position, DS_BUFFERS)]
         products.issue(self.dv_mma(), operands.dv, p_operand, dout_columns, accumulate=True)
-        if const_expr(not first and spec.dq in ("shared", "registers")):
+        if const_expr(not first and spec.dq_stages > 0):
             warpgroup.wait_group(2)
-            self.send_dq(work, rows, before[1], before[0], position - 1, between, me, shared, dq)
+            self.send_dq(position - 1, between, me, shared, dq)
         delta = gradients.of_lane(self.rows_of(loads.delta[None, dout_stage], me), me.lane)
         # dV runs on under dS; dQ of the tile before is done. In the first step, a copy of the loop's, nothing runs on:
         # that would cost more registers than there are.
@@ -595,7 +585,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             work.batch_index, head, keys, queries, work.extras.score_aux,
         )  # fmt: skip
         self.share(ds, shared.ds, position, between.ds_full, me)
-        if const_expr(not first):
+        if const_expr(not first and spec.dq_stages > 0):
             self.show_dq(position - 1, between)
 
     @cute.jit
@@ -627,7 +617,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
         """Issue dQ = dS K of a query tile, behind its dK; returns where it will be."""
         mma = self.dq_mma()
         dq = self.accumulator(mma, self.spec.dq_columns)
-        if const_expr(self.spec.dq == "none"):
+        if const_expr(self.spec.dq_stages == 0):
             return dq
         warpgroup.fence()
         mma.set(warpgroup.Field.ACCUMULATE, False)

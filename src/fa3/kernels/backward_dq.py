@@ -1,4 +1,4 @@
-"""dQ by queries: the pass after a main one that makes dK and dV alone (``dq="none"`` of its spec).
+"""dQ by queries: the pass after a main one that makes dK and dV alone (``dq_stages=0`` of its spec).
 
 A block owns a tile of queries and walks over the keys that they see, as in the forward, and dQ is summed in registers:
 

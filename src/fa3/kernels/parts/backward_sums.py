@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from fa3.spec import WARPGROUP_THREADS, BackwardSpec
+from fa3.spec import BackwardSpec
 
 from . import barriers, ptx, tiles
 from .backward_work import KeyBarriers, KeyExtras, KeyShared, KeySizes, KeyWork, Rows
@@ -17,7 +17,7 @@ STORED = 2
 
 
 class KeySums:
-    """The way of dQ, from a consumer's registers, or by a warp of its own from shared memory.
+    """The way of dQ, from a consumer's registers through shared memory, and from there by a warp of its own.
 
     The sums of a tile are those of the warpgroups' parts one after the other; of a part, four registers of every thread
     come first, then the next four: a warp writes 512 bytes at a time, and nobody needs a matrix.
@@ -29,41 +29,18 @@ class KeySums:
     groups: int
 
     @cute.jit
-    def send_dq(
-        self,
-        work: KeyWork,
-        rows: Rows,
-        head: Int32,
-        m_block: Int32,
-        position: Int32,
-        between: KeyBarriers,
-        me: Consumer,
-        shared: KeyShared,
-        dq: cute.Tensor,
-    ):
-        """Add the warpgroup's part of a dQ tile to its sums, or write it where the warp that adds finds it.
-
-        There it is to be seen only behind a fence, and `show_dq`.
-        """
-        thread = 32 * me.warp + me.lane
-        chunks = cute.size(dq) // 4
-        if const_expr(self.spec.dq == "shared"):
-            barriers.wait_empty(between.dq_empty, position, self.spec.dq_stages)
-            tile = shared.dq[None, None, None, me.group, barriers.stage_of(position, self.spec.dq_stages)]
-            for i in cutlass.range_constexpr(chunks):
-                values = cute.make_tensor(dq.iterator + 4 * i, cute.make_layout(4))
-                cute.autovec_copy(values, tile[None, thread, i])
-        else:
-            part = Int64(self.groups * work.row_tile(head, m_block) + me.group)
-            address = rows.dq + 16 * (part * (chunks * WARPGROUP_THREADS) + thread)
-            for i in cutlass.range_constexpr(chunks):
-                ptx.add_to_memory(address + 16 * WARPGROUP_THREADS * i, dq, 4 * i)
+    def send_dq(self, position: Int32, between: KeyBarriers, me: Consumer, shared: KeyShared, dq: cute.Tensor):
+        """Write the warpgroup's part of a dQ tile to shared memory; to be seen behind a fence, and `show_dq`."""
+        barriers.wait_empty(between.dq_empty, position, self.spec.dq_stages)
+        tile = shared.dq[None, None, None, me.group, barriers.stage_of(position, self.spec.dq_stages)]
+        for i in cutlass.range_constexpr(cute.size(dq) // 4):
+            values = cute.make_tensor(dq.iterator + 4 * i, cute.make_layout(4))
+            cute.autovec_copy(values, tile[None, 32 * me.warp + me.lane, i])
 
     @cute.jit
     def show_dq(self, position: Int32, between: KeyBarriers):
         """Say that this warp has written its part of a dQ tile to shared memory."""
-        if const_expr(self.spec.dq == "shared"):
-            barriers.release(between.dq_full, position, self.spec.dq_stages)
+        barriers.release(between.dq_full, position, self.spec.dq_stages)
 
     @cute.jit
     def add_sums(

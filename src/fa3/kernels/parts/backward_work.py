@@ -36,7 +36,6 @@ class KeyExtras(NamedTuple):
 
     tanh_factor: Float32
     mod_factor: Float32
-    softcap: Float32
     score_aux: tuple
     mask_aux: tuple
 

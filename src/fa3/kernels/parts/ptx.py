@@ -49,15 +49,6 @@ def unpack(pair: Int32, half: int, dtype: type[cutlass.Numeric]) -> Float32:
 
 
 @cute.jit
-def add_to_memory(address: Int64, values: cute.Tensor, first: cutlass.Constexpr):
-    """Add four float32 registers, ``values[first]`` and on, to 16 aligned bytes of global memory, in no fixed order."""
-    cute.arch.inline_ptx(
-        "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-        read_only_args=[address, values[first], values[first + 1], values[first + 2], values[first + 3]],
-    )
-
-
-@cute.jit
 def load_acquire(address: Int64) -> Int32:
     """Read an int32 of global memory; what another block wrote before its release of this value is then visible."""
     return cute.arch.inline_ptx(
