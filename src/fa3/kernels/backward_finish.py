@@ -71,7 +71,8 @@ class FinishKernel:
     ):
         """One query tile of one head; each warpgroup has its part, as in the main pass."""
         thread, _, _ = cute.arch.thread_idx()
-        tile, _, _ = cute.arch.block_idx()
+        # The last ones first: the main pass has just written them, and L2 still has some.
+        tile = cute.arch.grid_dim()[0] - 1 - cute.arch.block_idx()[0]
         group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
         warp_in_group = cute.arch.make_warp_uniform(thread // 32) % 4
         thread = thread % WARPGROUP_THREADS

@@ -98,7 +98,8 @@ class PrepareKernel:
         """One query tile of one head."""
         spec = self.spec
         thread, _, _ = cute.arch.thread_idx()
-        tile, _, _ = cute.arch.block_idx()
+        # The last ones first: what the main pass reads first is then the last that L2 has seen.
+        tile = cute.arch.grid_dim()[0] - 1 - cute.arch.block_idx()[0]
         m_block, head_index = tile % m_blocks, tile // m_blocks
         head, batch_index = head_index % heads, head_index // heads
         down = spec.threads // self.across
