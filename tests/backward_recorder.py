@@ -19,7 +19,7 @@ from recorder import install as install_forward
 #: Arguments of each kernel, in order.
 ARGUMENTS: dict[type, tuple[str, ...]] = {
     PrepareSpec: (
-        *("out", "dout", "lse", "dlse", "lse_log2", "delta", "dq", "turns", "stream"),
+        *("out", "dout", "lse", "dlse", "lse_log2", "delta", "turns", "stream"),
         *("batch", "seqlen_q", "heads", "head_dim_v", "out_strides", "dout_strides"),
     ),
     BackwardSpec: (

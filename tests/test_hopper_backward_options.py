@@ -118,12 +118,11 @@ def test_wide_values_go_in_parts_of_columns_whose_shares_are_added(kernels):
 
     def look(call):
         spec = call["spec"]
-        if type(spec) is PrepareSpec:
+        if type(spec) is BackwardSpec:
             rows = math.ceil(100 / spec.tile_m) * spec.tile_m
             write(call["dq"], torch.ones(2 * 4 * rows * spec.head_dim))
-        elif type(spec) is BackwardSpec:
             fill(call["dk"], k.numel(), 1.0 + len(kernels.of(BackwardSpec)))
-        else:
+        elif type(spec) is FinishSpec:
             seen.append(memory(call["sums"], 100, torch.float32))
 
     kernels.look = look

@@ -186,7 +186,7 @@ def test_the_preset_for_tests_has_gradients_in_a_fixed_order_of_every_tile_class
     # Whatever they ask for comes with what runs before and after it.
     beside = set(shipped_specs("tests"))
     for spec in specs:
-        assert PrepareSpec(spec.dtype, spec.head_dim, spec.head_dim_v, spec.tile_m) in beside
+        assert PrepareSpec(spec.dtype, spec.head_dim_v, spec.tile_m) in beside
         if spec.dq_stages:
             assert FinishSpec(spec.dtype, spec.head_dim, spec.tile_m) in beside
     by_queries = {spec.mask for spec in beside if isinstance(spec, QueryGradientSpec)}

@@ -100,8 +100,6 @@ class BackwardPlan:
         prepare, main, finish: the kernels; the last one puts the sums of dQ in order, or makes dQ by queries.
         parts: in how many the query heads of a K/V head come. Each part has a dK and a dV of its own, which are summed
             afterwards; with one part the sums are made in registers.
-        turns: each tile of dQ has a turn, by which the first part of it is stored and, with ``deterministic``, the
-            others are added in order; else they are added to zeros.
         order: how the blocks of the main one share the tiles of keys.
         query_order: how those of the last one share the tiles of queries, if it makes dQ.
         reasons: one sentence for each choice.
@@ -112,7 +110,6 @@ class BackwardPlan:
     main: BackwardSpec
     finish: FinishSpec | QueryGradientSpec
     parts: int
-    turns: bool
     order: Order
     query_order: Order | None
     reasons: tuple[str, ...]
@@ -157,7 +154,7 @@ def make_backward_specs(
             by_queries.stages_v, **features,  # type: ignore[arg-type]
         )  # fmt: skip
     return (
-        PrepareSpec(dtype, head_dim, head_dim_v, tiles.tile_m),
+        PrepareSpec(dtype, head_dim_v, tiles.tile_m),
         BackwardSpec(
             dtype, head_dim, head_dim_v, mask, tiles.tile_m, tiles.tile_n, tiles.stages, tiles.stages_dout,
             tiles.dq_stages, **features,  # type: ignore[arg-type]
@@ -216,19 +213,7 @@ def plan_backward(
             else []
         ),
     )
-    turns, flops = takes_turns(problem, main), backward_flops(problem)
-    return BackwardPlan(prepare, main, finish, parts, turns, order, query_order, reasons, flops)
-
-
-#: Parts of a dQ tile, at most, at which to write no zeros for it saves more than asking who comes first costs. That
-#: takes time, which two stages of dQ hide and one does not.
-FEW_PARTS = 16
-
-
-def takes_turns(problem: Problem, spec: BackwardSpec) -> bool:
-    """Whether tiles of dQ have turns; see `BackwardPlan`."""
-    few = spec.dq_stages > 1 and math.ceil(problem.seqlen_k / spec.tile_n) <= FEW_PARTS
-    return spec.deterministic or few
+    return BackwardPlan(prepare, main, finish, parts, order, query_order, reasons, backward_flops(problem))
 
 
 #: Tiles of keys a multiprocessor from which on tiles of different lengths even out.

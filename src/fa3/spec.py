@@ -324,14 +324,13 @@ class PrepareSpec(_Spec):
 
     Attributes:
         dtype: element type of out and dout.
-        head_dim, head_dim_v: columns of the dQ and dout tiles of the main pass.
+        head_dim_v: columns of the dout tiles of the main pass.
         tile_m: query rows of a block, those of a step of the main pass.
     """
 
     kernel = "prepare"
 
     dtype: str
-    head_dim: int
     head_dim_v: int
     tile_m: int
 
@@ -341,12 +340,12 @@ class PrepareSpec(_Spec):
 
     @property
     def name(self) -> str:
-        """Short unique name, e.g. ``prepare_bf16_d64v128_64``."""
-        return f"prepare_{self.dtype}_d{self.head_dim}v{self.head_dim_v}_{self.tile_m}"
+        """Short unique name, e.g. ``prepare_bf16_v128_64``."""
+        return f"prepare_{self.dtype}_v{self.head_dim_v}_{self.tile_m}"
 
     def validate(self) -> None:
         """Raise ``ValueError`` when no kernel can be compiled from this spec."""
-        _check_kind(self, BACKWARD_CLASSES)
+        _check_columns(self, "head_dim_v", {columns for _, columns in BACKWARD_CLASSES})
 
 
 @dataclass(frozen=True)
@@ -382,10 +381,7 @@ class FinishSpec(_Spec, _DqTile):
 
     def validate(self) -> None:
         """Raise ``ValueError`` when no kernel can be compiled from this spec."""
-        if self.dtype not in ELEMENT_BYTES:
-            raise ValueError(f"dtype={self.dtype!r}: allowed are {', '.join(ELEMENT_BYTES)}")
-        if self.head_dim not in {head_dim for head_dim, _ in BACKWARD_CLASSES}:
-            raise ValueError(f"head_dim={self.head_dim}: the tile classes are {BACKWARD_CLASSES}")
+        _check_columns(self, "head_dim", {columns for columns, _ in BACKWARD_CLASSES})
 
 
 @dataclass(frozen=True)
@@ -506,6 +502,14 @@ def _check_memory(spec: Any) -> None:
         raise ValueError(
             f"{spec.name} needs {spec.shared_bytes} bytes of shared memory: at most {SHARED_MEMORY_PER_BLOCK}"
         )
+
+
+def _check_columns(spec: Any, name: str, columns: set[int]) -> None:
+    """Raise ``ValueError`` for a dtype, or columns of one kind of tile, of which there are no kernels."""
+    if spec.dtype not in ELEMENT_BYTES:
+        raise ValueError(f"dtype={spec.dtype!r}: allowed are {', '.join(ELEMENT_BYTES)}")
+    if getattr(spec, name) not in columns:
+        raise ValueError(f"{name}={getattr(spec, name)}: the tile classes are {BACKWARD_CLASSES}")
 
 
 def _check_kind(spec: Any, classes: tuple[tuple[int, int], ...]) -> None:

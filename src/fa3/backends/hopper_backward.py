@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fa3.backends import hopper
-from fa3.backward_plan import backward_order, group_parts, plan_backward, query_order_of, takes_turns
+from fa3.backward_plan import backward_order, group_parts, plan_backward, query_order_of
 from fa3.backward_plan import why_no_backward as why_no_backward
 from fa3.compiler.store import default_store
 from fa3.mods import derivative_of
@@ -57,7 +57,6 @@ class _Kernels:
     finish: Callable[..., Any]
     spec: BackwardSpec
     parts: int
-    turns: bool
     #: section, levels, thread blocks.
     order: tuple[int, int, int]
     #: The same of what makes dQ by queries, where ``finish`` does; else ``None``.
@@ -195,7 +194,7 @@ def _plain_arguments(kernels: _Kernels, q: Tensor, k: Tensor, v: Tensor, dout: T
 
 def _turns(kernels: _Kernels) -> int:
     """How many turns the kernels take: one for each tile of dQ, if any."""
-    return kernels.problem.batch * kernels.problem.heads_q * kernels.m_blocks if kernels.turns else 0
+    return kernels.problem.batch * kernels.problem.heads_q * kernels.m_blocks if kernels.query_order is None else 0
 
 
 def _query_arguments(
@@ -248,8 +247,8 @@ def _run_plain(
     q_address, dout_address = q.data_ptr(), dout.data_ptr()
     extras = hopper.extra_numbers(kernels.numbers, None, options) if options is not None else kernels.numbers or None
     kernels.prepare(
-        out.data_ptr(), dout_address, lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(), lse_log2, delta, sums,
-        turns, stream, *plain.prepare,
+        out.data_ptr(), dout_address, lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(), lse_log2, delta, turns,
+        stream, *plain.prepare,
     )  # fmt: skip
     kernels.main(
         q_address, k.data_ptr(), v.data_ptr(), dout_address, dk.data_ptr(), dv.data_ptr(), lse_log2, delta, sums,
@@ -312,7 +311,7 @@ def _find_kernels(
         order = backward_order(problem, specs[1], facts, parts)
         planned = replace(
             planned, prepare=specs[0], main=specs[1], finish=specs[2], parts=parts, order=order,
-            turns=takes_turns(problem, specs[1]), query_order=query_order_of(problem, specs[2], facts),
+            query_order=query_order_of(problem, specs[2], facts),
         )  # fmt: skip
     order, query_order = planned.order, planned.query_order
     if order.tiles > hopper.MAX_TILES:
@@ -333,7 +332,6 @@ def _find_kernels(
         load(planned.finish),
         planned.main,
         planned.parts,
-        planned.turns,
         (order.section, order.levels, order.blocks),
         None if query_order is None else (query_order.section, query_order.levels, query_order.blocks),
         math.ceil(problem.seqlen_q / planned.main.tile_m),
@@ -387,7 +385,7 @@ def _launch(
         part_dlse = dlse if first == 0 else None
         kernels.prepare(
             out_part.data_ptr(), dout_part.data_ptr(), lse.data_ptr(), 0 if part_dlse is None else part_dlse.data_ptr(),
-            statistics[0].data_ptr(), statistics[1].data_ptr(), sums.data_ptr(), turns.data_ptr(), stream,
+            statistics[0].data_ptr(), statistics[1].data_ptr(), turns.data_ptr(), stream,
             *sizes, problem.heads_q, out_part.shape[-1], hopper._strides(out_part), hopper._strides(dout_part),
         )  # fmt: skip
         kernels.main(

@@ -41,7 +41,7 @@ class FinishKernel:
         """Launch a block for each query tile.
 
         ``sums``, ``turns`` and ``dq`` are device addresses, the first two as `fa3.kernels.parts.backward_work.Rows` has
-        them; ``turns`` may be 0: the sums were zeros before. Else a tile whose turn is 0 nobody has added to.
+        them. A tile whose turn is 0 nobody has added to.
         Strides are (batch, row, head) in elements, multiples of 8, the address of dq of 16 bytes.
         """
         batch_stride, row_stride, head_stride = dq_strides
@@ -94,10 +94,8 @@ class FinishKernel:
         for i in cutlass.range_constexpr(chunks):
             source = cute.make_tensor(pointer + 4 * WARPGROUP_THREADS * i, cute.make_layout(4))
             cute.autovec_copy(source, cute.make_tensor(values.iterator + 4 * i, cute.make_layout(4)))
-        added = Int32(1)
-        if turns != 0:
-            turn = cute.make_ptr(Int32, turns, cute.AddressSpace.gmem, assumed_align=4) + tile
-            added = cute.make_tensor(turn, cute.make_layout(1))[0]
+        turn = cute.make_ptr(Int32, turns, cute.AddressSpace.gmem, assumed_align=4) + tile
+        added = cute.make_tensor(turn, cute.make_layout(1))[0]
         for i in cutlass.range_constexpr(cute.size(values)):
             values[i] = values[i] * softmax_scale if added != 0 else Float32(0.0)
         rounded = cute.make_rmem_tensor(values.layout, self.dtype)

@@ -1,4 +1,4 @@
-"""The pass before the backward's main one: what it needs of each query row, and zeros for the turns or the sums of dQ.
+"""The pass before the backward's main one: what it needs of each query row, and turns that are 0.
 
 ``delta = rowsum(dO * O) - dLSE``: the derivative of the softmax subtracts from each dP the mean of its row under P,
 which is rowsum(dO * O), and the derivative of the LSE with respect to a score is its probability, so that its
@@ -42,7 +42,6 @@ class PrepareKernel:
         dlse: Int64,
         lse_log2: Int64,
         delta: Int64,
-        dq: Int64,
         turns: Int64,
         stream: cuda.CUstream,
         batch: Int32,
@@ -54,10 +53,9 @@ class PrepareKernel:
     ):
         """Launch a block for each query tile.
 
-        The first eight arguments are device addresses; ``dlse`` may be 0: none, and ``turns``: then dq gets zeros,
-        if it is not 0 too. Strides are (batch, row, head) in elements, multiples of 8, addresses of out and dout of 16
-        bytes. lse and dlse are (batch, heads, seqlen_q) float32, contiguous; lse_log2, delta, dq and turns as
-        `fa3.kernels.parts.backward_work.Rows` has them.
+        The first seven arguments are device addresses; ``dlse`` may be 0: none, and ``turns``. Strides are (batch, row,
+        head) in elements, multiples of 8, addresses of out and dout of 16 bytes. lse and dlse are (batch, heads,
+        seqlen_q) float32, contiguous; lse_log2, delta and turns as `fa3.kernels.parts.backward_work.Rows` has them.
         """
         m_blocks = (seqlen_q + self.spec.tile_m - 1) // self.spec.tile_m
         self.kernel(
@@ -67,7 +65,6 @@ class PrepareKernel:
             dlse,
             lse_log2,
             delta,
-            dq,
             turns,
             seqlen_q,
             heads,
@@ -86,7 +83,6 @@ class PrepareKernel:
         dlse: Int64,
         lse_log2: Int64,
         delta: Int64,
-        dq: Int64,
         turns: Int64,
         seqlen_q: Int32,
         heads: Int32,
@@ -132,24 +128,9 @@ class PrepareKernel:
                 lse_target, delta_target = self.element(lse_log2, place), self.element(delta, place)
                 lse_target[0] = reference
                 delta_target[0] = correction
-        if turns != 0:
-            if thread == 0:
-                pointer = cute.make_ptr(Int32, turns, cute.AddressSpace.gmem, assumed_align=4)
-                cute.make_tensor(pointer + tile, cute.make_layout(1))[0] = Int32(0)
-        elif dq != 0:
-            self.write_zeros(dq, tile, thread)
-
-    @cute.jit
-    def write_zeros(self, dq: Int64, tile: Int32, thread: Int32):
-        """Zeros for the sums of a tile of dQ."""
-        spec = self.spec
-        zeros = cute.make_rmem_tensor(4, Float32)
-        zeros.fill(0.0)
-        pointer = cute.make_ptr(Float32, dq, cute.AddressSpace.gmem, assumed_align=16)
-        for i in cutlass.range_constexpr(spec.tile_m * spec.head_dim // (4 * spec.threads)):
-            place = Int64(tile) * (spec.tile_m * spec.head_dim) + 4 * (i * spec.threads + thread)
-            target = cute.make_tensor(pointer + cute.assume(place, divby=4), cute.make_layout(4))
-            cute.autovec_copy(zeros, target)
+        if turns != 0 and thread == 0:
+            pointer = cute.make_ptr(Int32, turns, cute.AddressSpace.gmem, assumed_align=4)
+            cute.make_tensor(pointer + tile, cute.make_layout(1))[0] = Int32(0)
 
     @cute.jit
     def vector(
@@ -174,7 +155,7 @@ def compile_prepare(spec: PrepareSpec, options: str) -> Any:
     """Compile the spec's host entry; needs no GPU."""
     return cute.compile(
         PrepareKernel(spec),
-        *[Int64(0)] * 8,
+        *[Int64(0)] * 7,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=False),
         *[Int32(1)] * 4,
         *[(Int64(0),) * 3] * 2,

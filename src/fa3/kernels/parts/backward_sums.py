@@ -82,14 +82,13 @@ class KeySums:
                     cute.arch.cp_async_bulk_commit_group()
                     if step + 1 < position + work.steps:
                         state = self.state_of(rows, row_tile)
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    cute.arch.mbarrier_arrive(between.dq_empty + stage)
                     if first or spec.deterministic:
                         # Others come next: it must have arrived.
                         cute.arch.cp_async_bulk_wait_group(0)
                         cute.arch.fence_proxy("async.global")
                         ptx.store_release(turn_address, turn + 1 if const_expr(spec.deterministic) else turn)
-                    else:
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    cute.arch.mbarrier_arrive(between.dq_empty + stage)
                 cute.arch.sync_warp()
             position += work.steps
             done += 1
@@ -100,11 +99,9 @@ class KeySums:
     @cute.jit
     def state_of(self, rows: Rows, row_tile: Int32) -> Int32:
         """The turn of a dQ tile, ahead of its time; it may go up until then."""
-        state = Int32(STORED)
-        if const_expr(self.spec.deterministic) or rows.turns != 0:
-            state = ptx.load_acquire(rows.turns + 4 * Int64(row_tile))
-            # What has been seen so is ordered before copies.
-            cute.arch.fence_proxy("async.global")
+        state = ptx.load_acquire(rows.turns + 4 * Int64(row_tile))
+        # What has been seen so is ordered before copies.
+        cute.arch.fence_proxy("async.global")
         return state
 
     @cute.jit

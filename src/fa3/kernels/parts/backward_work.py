@@ -49,9 +49,8 @@ class Rows(NamedTuple):
     delta: Int64
     #: Sums of dQ, before the softmax scale; the order of a tile's elements is explained at ``KeySums``.
     dq: Int64
-    #: Where dQ goes through shared memory, int32 for each query tile and head, 0 before the launch: how many blocks
-    #: have added to the tile, if the order is fixed; else 1 when one is about to store the first part, and `STORED`
-    #: then. Address 0 if the sums are zeros before the launch.
+    #: int32 for each query tile and head, 0 before the launch: how many blocks have added to the tile, if the order is
+    #: fixed; else 1 when one is about to store the first part, and `STORED` then.
     turns: Int64
 
 
