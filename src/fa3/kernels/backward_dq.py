@@ -420,10 +420,12 @@ class QueryGradientKernel(Producer):
         place = self.place_of(work, me, rows)
         # The first and, with a window, the last key tiles may be of no use to this group's rows.
         group_row = work.first_row + WGMMA_ROWS * me.group
-        begin_tile, end_tile = self.key_tiles_of_rows(work.sizes, group_row, group_row + WGMMA_ROWS)
-        first, end = work.last_tile + 1 - end_tile, work.key_tiles
-        if const_expr(self.mask == "window"):
-            end = work.last_tile + 1 - begin_tile
+        first, end = Int32(0), work.key_tiles
+        if const_expr(self.mask != "blocks"):
+            begin_tile, end_tile = self.key_tiles_of_rows(work.sizes, group_row, group_row + WGMMA_ROWS)
+            first = work.last_tile + 1 - end_tile
+            if const_expr(self.mask == "window"):
+                end = work.last_tile + 1 - begin_tile
         if group_row >= work.sizes.rows or first >= end:
             first, end = work.key_tiles, work.key_tiles
         for step in cutlass.range(0, first, unroll=1):
@@ -488,8 +490,15 @@ class QueryGradientKernel(Producer):
         key_tile = self.key_tile_of(work, step)
         first_key = key_tile * self.tile_n + layout.first_column(me.lane)
         p = self.changed(work, place, raw, first_key)
-        if key_tile < place.whole[0] or key_tile >= place.whole[1]:
-            work.sizes.mask.hide(p, place.queries, first_key, self.mask)
+        if const_expr(self.mask == "blocks"):
+            # A block of keys that ends behind the last one is cut.
+            if step < work.cut_steps:
+                self.hide(work, place, p, first_key)
+                work.sizes.mask.hide(p, place.queries, first_key, self.mask)
+        else:
+            self.hide(work, place, p, first_key)
+            if key_tile < place.whole[0] or key_tile >= place.whole[1]:
+                work.sizes.mask.hide(p, place.queries, first_key, self.mask)
         query_scores.exponentiate(p, scale_log2, place.lse)
         query_scores.keep_before_here(p)
 
@@ -506,7 +515,7 @@ class QueryGradientKernel(Producer):
 
     @cute.jit
     def changed(self, work: Work, place: QueryPlace, raw: cute.Tensor, first_key: Int32) -> cute.Tensor:
-        """Scores after softcap, ``score_mod`` and ``mask_mod``; ``raw`` becomes what derivatives are taken at."""
+        """Scores after softcap and ``score_mod``; ``raw`` becomes what derivatives are taken at."""
         extras, heads = work.extras, (work.head, work.head)
         values = raw
         if const_expr(self.spec.softcap):
@@ -521,11 +530,16 @@ class QueryGradientKernel(Producer):
                 self.score_mod, values, extras.mod_factor, work.batch_index, heads, place.queries, first_key,
                 extras.score_aux,
             )  # fmt: skip
+        return values
+
+    @cute.jit
+    def hide(self, work: Work, place: QueryPlace, values: cute.Tensor, first_key: Int32):
+        """Hide the keys that the ``mask_mod``, if there is one, lets no query of the thread see."""
         if const_expr(self.mask_mod is not None):
             scores.hide(
-                self.mask_mod, values, work.batch_index, heads, place.queries, first_key, extras.mask_aux
+                self.mask_mod, values, work.batch_index, (work.head, work.head), place.queries, first_key,
+                work.extras.mask_aux,
             )  # fmt: skip
-        return values
 
     @cute.jit
     def issue_dq(self, position: Int32, operands: QueryOperands):
