@@ -75,6 +75,7 @@ def _features_of_gradients() -> Iterator[KernelSpec]:
     alibi: dict[str, Any] = {"score_mod": _ALIBI["score_mod"], "score_aux": ("f1",)}
     bias: dict[str, Any] = {"score_mod": _BIAS["score_mod"], "score_aux": ("f2",)}
     prefix: dict[str, Any] = {"mask_mod": _PREFIX["mask_mod"], "mask_aux": ("i1",)}
+    blocks: dict[str, Any] = {"block_sparse": True, "mask_mod": _DOCUMENT["mask_mod"], "mask_aux": ("i2",)}
     for kind in BACKWARD_CLASSES:
         for mask in ({}, causal, window):
             yield from _gradients(kind, mask, deterministic=True)
@@ -86,6 +87,9 @@ def _features_of_gradients() -> Iterator[KernelSpec]:
         ((128, 128), causal | alibi),
         ((128, 128), bias | prefix),
         ((128, 128), window | softcap | bias | prefix),
+        ((64, 64), blocks),
+        ((128, 128), blocks),
+        ((256, 256), blocks),
     ):
         yield from _gradients(kind, options)
 

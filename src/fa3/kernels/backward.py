@@ -162,7 +162,9 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             tanh_factor, scale = softmax_scale / softcap, softcap
         if const_expr(spec.score_mod):
             mod_factor, scale = scale, Float32(1.0)
-        extras = KeyExtras(tanh_factor, mod_factor, numbers["score_aux"], numbers["mask_aux"], numbers["blocks"], numbers["list_turns"])
+        extras = KeyExtras(
+            tanh_factor, mod_factor, numbers["score_aux"], numbers["mask_aux"], numbers["blocks"], numbers["list_turns"]
+        )
         self.kernel(
             (q_tma, q_tensor),
             (k_tma, k_tensor),
@@ -250,6 +252,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
         ds_smem = copies.shared_layout(dtype, (WGMMA_ROWS, self.tile_m, score_tiles), K, part=spec.score_rows)
         dq_chunks = self.tile_m * spec.head_dim // (4 * self.groups * WARPGROUP_THREADS)
         dq_smem = cute.make_layout((4, WARPGROUP_THREADS, dq_chunks, self.groups, max(1, spec.dq_stages)))
+        listed_words = 3 * spec.stages if spec.mask == "blocks" else 0
         p_elements = 0 if spec.split_keys else cute.cosize(ds_smem)
 
         @cute.struct
@@ -269,7 +272,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             tile_full: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_empty: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_slots: cute.struct.MemRange[Int32, 3 * tiles.SLOTS]
-            listed: cute.struct.MemRange[Int32, 3 * spec.stages if spec.mask == "blocks" else 0]
+            listed: cute.struct.MemRange[Int32, listed_words]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, self.tile_m * spec.stages], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, self.tile_m * spec.stages_dout], 128]
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_smem)], 1024]

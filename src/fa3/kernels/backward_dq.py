@@ -206,6 +206,8 @@ class QueryGradientKernel(Producer):
 
         q_smem, dout_smem, k_smem, v_smem = self.shared_layouts()
 
+        listed_words = spec.stages if spec.mask == "blocks" else 0
+
         @cute.struct
         class SharedStorage:
             q_full: cute.struct.MemRange[Int64, self.groups]
@@ -219,7 +221,7 @@ class QueryGradientKernel(Producer):
             tile_full: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_empty: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_slots: cute.struct.MemRange[Int32, 3 * tiles.SLOTS]
-            listed: cute.struct.MemRange[Int32, spec.stages if spec.mask == "blocks" else 0]
+            listed: cute.struct.MemRange[Int32, listed_words]
             q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_smem)], 1024]
             dout: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(dout_smem)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_smem)], 1024]

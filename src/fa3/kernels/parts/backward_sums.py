@@ -64,7 +64,9 @@ class KeySums:
             row_tile = work.row_tile(query_head, m_block)
             state = self.state_of(rows, row_tile)
             for step in cutlass.range(position, position + work.steps, unroll=1):
-                turn = self.turn_of(work, m_block, query_head, rank) if const_expr(spec.deterministic) else Int32(STORED)
+                turn = (
+                    self.turn_of(work, m_block, query_head, rank) if const_expr(spec.deterministic) else Int32(STORED)
+                )
                 target, turn_address = rows.dq + size * Int64(row_tile), rows.turns + 4 * Int64(row_tile)
                 stage = barriers.stage_of(step, spec.dq_stages)
                 barriers.wait_full(between.dq_full, step, spec.dq_stages)
@@ -130,10 +132,11 @@ class KeySums:
         if const_expr(self.spec.mask == "blocks"):
             # Those of the listed blocks of keys behind this one, and those behind this one in its own.
             key_block = work.n_block * self.tile_n // BLOCK
-            (address,) = work.extras.list_turns
-            listed = tiles.block_list((*work.extras.blocks[:1], address, *work.extras.blocks[2:]), work.batch_index, head, key_block, BLOCK)
+            counts, _, *strides = work.extras.blocks
+            (turns,) = work.extras.list_turns
+            address, _, _ = tiles.block_list((counts, turns, *strides), work.batch_index, head, key_block, BLOCK)
             end = cutlass.min(end, (key_block + 1) * (BLOCK // self.tile_n))
-            end = end + tiles.listed_key_tile(listed[0], rank, BLOCK)
+            end = end + tiles.listed_key_tile(address, rank, BLOCK)
         elif const_expr(self.spec.mask != "full"):
             mask = work.sizes.mask
             last_query = cutlass.min((m_block + 1) * self.tile_m, mask.seqlen_q) - 1

@@ -10,7 +10,9 @@ from cutlass import Float32, Int32, Int64
 from fa3.spec import BackwardSpec, ForwardSpec, QueryGradientSpec
 
 
-def extra_types(spec: ForwardSpec | BackwardSpec | QueryGradientSpec) -> list[tuple[str, tuple[type[cutlass.Numeric], ...]]]:
+def extra_types(
+    spec: ForwardSpec | BackwardSpec | QueryGradientSpec,
+) -> list[tuple[str, tuple[type[cutlass.Numeric], ...]]]:
     """Name and types of the launch's extra arguments, in order: only those that the spec uses."""
     extras: list[tuple[str, tuple[type[cutlass.Numeric], ...]]] = []
     if spec.mask == "window":
@@ -32,9 +34,7 @@ def extra_types(spec: ForwardSpec | BackwardSpec | QueryGradientSpec) -> list[tu
     return extras
 
 
-def name_extra_numbers(
-    spec: ForwardSpec | BackwardSpec | QueryGradientSpec, numbers: tuple | None
-) -> dict[str, Any]:
+def name_extra_numbers(spec: ForwardSpec | BackwardSpec | QueryGradientSpec, numbers: tuple | None) -> dict[str, Any]:
     """The extra arguments of the launch by name; what the spec does not use is 0."""
     zero = Int32(0)
     named: dict[str, Any] = {"window": (zero,) * 3, "softcap": Float32(1.0)}
