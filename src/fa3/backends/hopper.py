@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fa3 import plan as planning
 from fa3.compiler.store import default_store
-from fa3.mods import MaskMod, ScoreMod
 from fa3.key_lists import KeyLists
+from fa3.mods import MaskMod, ScoreMod
 from fa3.options import Options
 from fa3.plan import MAX_COLUMNS, DeviceFacts
 from fa3.problem import Problem, check_forward
