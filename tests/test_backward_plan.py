@@ -202,7 +202,6 @@ def test_reasons_speak_of_the_choices_that_were_made():
     [
         ({"dtype": "fp32"}, ("dtype fp32", "fp16, bf16")),
         ({"qv": True, "head_dim": 64, "head_dim_v": 200}, ("qv beside head_dim=64, head_dim_v=200", "256 in all")),
-        ({"block_sparse": True, "mask_mod": "m:f"}, ("block_mask", "the forward alone")),
     ],
 )
 def test_a_problem_without_kernels_says_what_is_missing_and_what_there_is(changes, parts):
