@@ -67,8 +67,8 @@ def walk(
     places = table(places_address, Int32, (batch, heads, n_blocks, m_blocks * group, 4))
     one, none = Int32(1), Int32(0)
     sizes = KeySizes(
-        batch, heads * group, heads, one, group, m_blocks, n_blocks, m_blocks * group, one, one, n_blocks * heads * batch,
-        Mask(seqlen_q, seqlen_k, none, none, none),
+        batch, heads * group, heads, one, group, m_blocks, n_blocks, m_blocks * group, one, one,
+        n_blocks * heads * batch, Mask(seqlen_q, seqlen_k, none, none, none),
     )  # fmt: skip
     blocks = counts_address, indices_address, batch_stride, head_stride, m_blocks
     extras = KeyExtras(Float32(0.0), Float32(0.0), (), (), blocks, (turns_address,))
