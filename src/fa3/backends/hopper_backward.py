@@ -7,7 +7,7 @@ tile class, rows rounded up to a step), and 8 bytes for each query row of a head
 and several query heads to a K/V head, also a dK and dV for each of some parts of them, in the gradients' dtype.
 Copied are inputs that TMA cannot read, as in the forward, q and dout where there are rows that see no key, or may be,
 and q and k with qv. Values of more than 256 columns are computed in parts, each with sums of dQ and a dK of its own.
-It never synchronizes.
+With a block mask there are its lists by keys too, see `fa3.key_lists`. It never synchronizes.
 """
 
 from __future__ import annotations
