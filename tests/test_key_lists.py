@@ -23,7 +23,7 @@ def keep(batch, head, q_index, kv_index):
 
 
 def mask_of(kinds: Tensor, seqlen_q: int, seqlen_k: int) -> BlockMask:
-    return BlockMask(MaskMod("one:mask", keep), seqlen_q, seqlen_k, *ordered_blocks(kinds))
+    return BlockMask(MaskMod("listed:keep", keep), seqlen_q, seqlen_k, *ordered_blocks(kinds))
 
 
 @st.composite
