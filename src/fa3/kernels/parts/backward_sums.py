@@ -69,8 +69,12 @@ class KeySums:
                 )
                 target, turn_address = rows.dq + size * Int64(row_tile), rows.turns + 4 * Int64(row_tile)
                 stage = barriers.stage_of(step, spec.dq_stages)
+                if const_expr(spec.mask == "blocks"):
+                    # Reading a list takes time, of which there is more before the tile is there than after it.
+                    m_block, query_head, rank = self.next_rows(work, m_block, query_head, rank)
                 barriers.wait_full(between.dq_full, step, spec.dq_stages)
-                m_block, query_head, rank = self.next_rows(work, m_block, query_head, rank)
+                if const_expr(spec.mask != "blocks"):
+                    m_block, query_head, rank = self.next_rows(work, m_block, query_head, rank)
                 row_tile = work.row_tile(query_head, m_block)
                 # One thread for all of it: copies that it has started are what it can wait for.
                 if lane == 0:
