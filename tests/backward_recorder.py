@@ -56,6 +56,11 @@ class BackwardRecorder:
 
         def kernel(*arguments: Any) -> None:
             self.calls.append({"spec": spec, **dict(zip(ARGUMENTS[type(spec)], arguments, strict=True))})
+            if isinstance(spec, PrepareSpec):
+                # Numbers: what memory happens to hold may be NaN.
+                call = self.calls[-1]
+                rows = -(-call["seqlen_q"] // spec.tile_m) * spec.tile_m
+                write(call["delta"], torch.zeros(call["batch"] * call["heads"] * rows))
             self.look(self.calls[-1])
 
         return kernel

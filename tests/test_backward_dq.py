@@ -72,6 +72,7 @@ def test_a_field_out_of_range_is_refused_with_its_name_and_value(field, values):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"mask": "blocks", "mask_mod": "m:f", "tile_m": 64}, "tile_m=64: with block masks tiles are 128 queries"),
         ({"score_mod": "m:f"}, "score_mod='m:f', derivative='': both or neither"),
         ({"stages": 3}, f"needs {2 * (128 * 512 + 64 * 4 * 256) + 1024} bytes of shared memory: at most 232448"),
     ],

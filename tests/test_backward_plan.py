@@ -31,6 +31,7 @@ from fa3.presets import shipped_specs
 from fa3.problem import Problem
 from fa3.spec import (
     BACKWARD_CLASSES,
+    BLOCK,
     ELEMENT_BYTES,
     SHARED_MEMORY_PER_BLOCK,
     BackwardSpec,
@@ -95,6 +96,24 @@ def test_the_three_kernels_agree_on_dtype_columns_and_rows():
         assert (finish.dtype, finish.head_dim) == (main.dtype, main.head_dim)
         # What makes dQ by queries has rows of its own.
         assert (finish.tile_m == main.tile_m) == isinstance(finish, FinishSpec)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize("kind", BACKWARD_CLASSES, ids=str)
+def test_a_block_mask_has_kernels_whose_tiles_divide_its_blocks(kind, softcap, deterministic):
+    options = {"block_sparse": True, "mask_mod": "m:f", "mask_aux": ("i2",), "softcap": softcap}
+    problem = problem_of(head_dim=kind[0], head_dim_v=kind[1], **options)
+    assert why_no_backward(problem) is None
+    planned = plan_backward(problem, H200, deterministic=deterministic)
+    for spec in (planned.main, planned.finish):
+        spec.validate()
+        if not isinstance(spec, FinishSpec):
+            assert (spec.mask, spec.mask_mod, spec.mask_aux) == ("blocks", "m:f", "i2")
+            assert BLOCK % spec.tile_m == BLOCK % spec.tile_n == 0
+    assert planned.main.deterministic == (deterministic and planned.main.dq_stages > 0)
+    plain = plan_backward(problem_of(head_dim=kind[0], head_dim_v=kind[1], softcap=softcap), H200)
+    assert (planned.main.tile_m, planned.main.tile_n) == (plain.main.tile_m, plain.main.tile_n)
 
 
 # Plans ------------------------------------------------------------------------------------------------------------
@@ -197,7 +216,6 @@ def test_reasons_speak_of_the_choices_that_were_made():
     [
         ({"dtype": "fp32"}, ("dtype fp32", "fp16, bf16")),
         ({"qv": True, "head_dim": 64, "head_dim_v": 200}, ("qv beside head_dim=64, head_dim_v=200", "256 in all")),
-        ({"block_sparse": True, "mask_mod": "m:f"}, ("block_mask", "the forward alone")),
     ],
 )
 def test_a_problem_without_kernels_says_what_is_missing_and_what_there_is(changes, parts):

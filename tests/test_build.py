@@ -278,9 +278,18 @@ def test_packed_rows_of_the_widest_tiles_do_not_spill(kind: tuple[int, int], sof
     assert inspect.check(spec, inspect.report(inspect.cubin_of(made.shared_object))) == []
 
 
+BLOCKS = {"block_sparse": True, "mask_mod": "fa3.kernels.mods:document_causal", "mask_aux": ("i2",)}
+
+
 @pytest.mark.parametrize(
     ("kind", "mask", "deterministic"),
-    [((64, 64), {"window_left": 9}, False), ((128, 128), {"causal": True}, False), ((256, 256), {}, True)],
+    [
+        ((64, 64), {"window_left": 9}, False),
+        ((128, 128), {"causal": True}, False),
+        ((256, 256), {}, True),
+        ((128, 128), BLOCKS, True),
+        ((256, 256), BLOCKS, False),
+    ],
     ids=str,
 )
 def test_kernels_of_gradients_keep_their_promises(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 from backward_recorder import backward, contiguous, fill, install, results_of, write
 from fa3 import mods
-from fa3.spec import BackwardSpec, FinishSpec, PrepareSpec
+from fa3.key_lists import key_lists
+from fa3.spec import BackwardSpec, FinishSpec, PrepareSpec, QueryGradientSpec
 from recorder import block_mask, memory, tensors
 
 KINDS = [PrepareSpec, BackwardSpec, FinishSpec]
@@ -78,9 +80,70 @@ def test_modifications_go_to_the_main_kernel_with_their_derivative_and_tensors(k
     assert main["spec"].mask_mod == "fa3.kernels.mods:document"
 
 
-def test_block_masks_and_wide_dtypes_have_no_kernels_and_say_so(kernels):
-    with pytest.raises(NotImplementedError, match=r"no gradient for this call: block_mask"):
-        backward(*tensors(), block_mask=block_mask(heads=4))
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "strides"),
+    [((1, 1), (0, 0)), ((2, 1), (2, 0)), ((1, 4), (0, 2)), ((2, 4), (8, 2))],
+    ids=str,
+)
+def test_lists_of_a_block_mask_go_to_the_main_kernel_by_keys(kernels, sizes, strides, deterministic):
+    ids = torch.zeros(2, 200, dtype=torch.int32)
+    # 3 blocks of queries and 2 of keys.
+    mask = block_mask(*sizes, seqlen_q=300, seqlen_k=200, aux=(ids,))
+    seen = []
+
+    def look(call):
+        if type(call["spec"]) is BackwardSpec:
+            seen.append(call["extra_numbers"])
+
+    kernels.look = look
+    backward(*tensors(seqlen_q=300, seqlen_k=200), block_mask=mask, deterministic=deterministic)
+    main = kernels.one(BackwardSpec)
+    spec = main["spec"]
+    assert (spec.mask, spec.mask_mod, spec.mask_aux) == ("blocks", "one:mask", "i2")
+    assert spec.deterministic == deterministic
+    lists = key_lists(mask, spec.tile_m, spec.tile_n)
+    query_tiles = math.ceil(300 / spec.tile_m)
+    assert seen == [
+        (
+            *(ids.data_ptr(), 2, 200, lists.counts.data_ptr(), lists.indices.data_ptr(), *strides, query_tiles),
+            *([lists.turns.data_ptr()] if deterministic else []),
+        )
+    ]
+
+
+def test_what_makes_dq_by_queries_gets_the_lists_as_they_are(kernels):
+    mask = block_mask(heads=4, seqlen_q=300, seqlen_k=200)
+    backward(*tensors(seqlen_q=300, seqlen_k=200, head_dim=256), block_mask=mask, deterministic=True)
+    main, last = kernels.one(BackwardSpec), kernels.one(QueryGradientSpec)
+    assert (last["spec"].mask, last["spec"].mask_mod, last["spec"].tile_m) == ("blocks", "one:mask", 128)
+    assert last["extra_numbers"] == (mask.counts.data_ptr(), mask.indices.data_ptr(), 0, 3, 2)
+    lists = key_lists(mask, main["spec"].tile_m, main["spec"].tile_n)
+    # It has no order, so it needs no turns.
+    assert main["extra_numbers"] == (lists.counts.data_ptr(), lists.indices.data_ptr(), 0, 2, 5)
+
+
+def test_rows_that_a_block_mask_hides_give_nothing_whatever_they_hold(kernels):
+    q, k, v = tensors(head_dim=128)
+    dout, out, lse = results_of(q, v)
+    q[1, 40:], dout[1, 40:] = math.nan, math.nan
+    lse[1, :, 40:] = -math.inf
+    read = []
+
+    def look(call):
+        if type(call["spec"]) is BackwardSpec:
+            for name in ("q", "dout"):
+                values = (ctypes.c_uint16 * q.numel()).from_address(call[name])
+                read.append(torch.frombuffer(values, dtype=torch.bfloat16).view(q.shape).clone())
+
+    kernels.look = look
+    backward(q, k, v, given=(dout, out, lse), block_mask=block_mask())
+    for given, shown in zip((q, dout), read, strict=True):
+        assert torch.equal(shown[1, :40], given[1, :40])
+        assert not shown[1, 40:].any()
+
+
+def test_wide_dtypes_have_no_kernels_and_say_so(kernels):
     with pytest.raises(NotImplementedError, match=r"no gradient for this call: dtype fp32"):
         backward(*tensors(dtype=torch.float32))
     assert not kernels.specs

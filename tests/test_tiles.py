@@ -172,7 +172,7 @@ def test_the_preset_for_tests_has_the_options_at_every_usual_head_dim_under_ever
     assert set(shipped_specs("all")) <= set(shipped_specs("tests"))
     specs = [spec for spec in shipped_specs("tests") if isinstance(spec, ForwardSpec)]
     capped = {(spec.head_dim, spec.mask) for spec in specs if spec.softcap and not spec.score_mod}
-    assert capped == set(itertools.product((64, 128, 256), MASKS))
+    assert capped == {*itertools.product((64, 128, 256), MASKS), (64, "blocks"), (128, "blocks")}
     assert {spec.mask for spec in specs if spec.qv} == {"full", "causal"}
 
 
@@ -180,7 +180,9 @@ def test_the_preset_for_tests_has_gradients_in_a_fixed_order_of_every_tile_class
     specs = [spec for spec in shipped_specs("tests") if isinstance(spec, BackwardSpec)]
     fixed = [spec for spec in specs if spec.deterministic or not spec.dq_stages]
     assert {(spec.head_dim, spec.head_dim_v) for spec in fixed} == set(BACKWARD_CLASSES)
-    assert {spec.mask for spec in fixed} == set(MASKS)
+    assert {spec.mask for spec in fixed} == {*MASKS, "blocks"}
+    listed = {(spec.head_dim, spec.deterministic or not spec.dq_stages) for spec in specs if spec.mask == "blocks"}
+    assert listed == {*itertools.product((64, 128), (False, True)), (256, True)}
     assert any(spec.softcap for spec in specs)
     assert any(spec.score_mod and spec.mask_mod for spec in specs)
     # Whatever they ask for comes with what runs before and after it.
@@ -190,7 +192,7 @@ def test_the_preset_for_tests_has_gradients_in_a_fixed_order_of_every_tile_class
         if spec.dq_stages:
             assert FinishSpec(spec.dtype, spec.head_dim, spec.tile_m) in beside
     by_queries = {spec.mask for spec in beside if isinstance(spec, QueryGradientSpec)}
-    assert by_queries == {spec.mask for spec in specs if not spec.dq_stages} == set(MASKS)
+    assert by_queries == {spec.mask for spec in specs if not spec.dq_stages} == {*MASKS, "blocks"}
 
 
 def test_the_schedule_preset_has_the_papers_ablation_every_combination_of_switches_in_fp16_at_128():

@@ -125,8 +125,6 @@ def why_no_backward(problem: Problem) -> str | None:
             f"qv beside head_dim={problem.head_dim}, head_dim_v={problem.head_dim_v}: kernels exist up to "
             f"{MAX_COLUMNS} in all"
         )
-    if problem.block_sparse:
-        return "block_mask: kernels with lists of blocks exist for the forward alone"
     return None
 
 

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from fa3.mods import BLOCK, CUT, EMPTY, WHOLE, BlockMask, MaskMod, check_answer, check_sizes
+from fa3.mods import BLOCK, CUT, EMPTY, WHOLE, BlockMask, MaskMod, check_answer, check_sizes, ordered_blocks
 
 #: (query, key) pairs that are looked at together: a PyTorch twin may make several int64 tensors of so many elements.
 _PAIRS_PER_STEP = 1 << 24
@@ -54,17 +54,7 @@ def create_block_mask(
     queries = torch.full((pairs.shape[2], 1), BLOCK, device=device)
     queries[-1:] = seqlen_q - BLOCK * (pairs.shape[2] - 1)
     kinds = torch.where(pairs == 0, EMPTY, torch.where(pairs == queries * BLOCK, WHOLE, CUT))
-    # One descending sort puts the cut blocks before the whole ones and those before the empty ones, each from the
-    # last to the first.
-    number = torch.arange(pairs.shape[3], device=device)
-    order = torch.where(kinds == CUT, 2, torch.where(kinds == WHOLE, 1, 0)) * pairs.shape[3] + number
-    return BlockMask(
-        mask_mod,
-        seqlen_q,
-        seqlen_k,
-        counts=torch.stack([(kinds == CUT).sum(-1), (kinds == WHOLE).sum(-1)], dim=-1).int(),
-        indices=order.argsort(-1, descending=True).int(),
-    )
+    return BlockMask(mask_mod, seqlen_q, seqlen_k, *ordered_blocks(kinds))
 
 
 def _visible_pairs(

@@ -323,6 +323,16 @@ def check_sizes(mod: ScoreMod | MaskMod, batch: int, heads: int, seqlen_q: int, 
 # Block masks ------------------------------------------------------------------------------------------------------
 
 
+def ordered_blocks(kinds: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts and indices, as `BlockMask` has them, of what a mask does to the blocks of each row, (..., blocks)."""
+    # One descending sort puts the cut blocks before the whole ones and those before the empty ones, each from the
+    # last to the first.
+    number = torch.arange(kinds.shape[-1], device=kinds.device)
+    order = torch.where(kinds == CUT, 2, torch.where(kinds == WHOLE, 1, 0)) * kinds.shape[-1] + number
+    counts = torch.stack([(kinds == CUT).sum(-1), (kinds == WHOLE).sum(-1)], dim=-1)
+    return counts.int(), order.argsort(-1, descending=True).int()
+
+
 @dataclass(frozen=True, eq=False)
 class BlockMask:
     """Which blocks of 128 queries x 128 keys a mask leaves empty, cuts, or leaves whole.

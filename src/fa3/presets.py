@@ -63,6 +63,9 @@ def _more_features() -> Iterator[ForwardSpec]:
         for mask in TILES[kind]:
             yield make_spec("bf16", kind, mask, MODIFIED[kind], softcap=True)
         yield make_spec("bf16", kind, "causal", MODIFIED[kind], **_ALIBI)
+    for kind in ((64, 64), (128, 128)):
+        yield make_spec("bf16", kind, "blocks", MODIFIED[kind], softcap=True, **_DOCUMENT)
+        yield make_spec("bf16", kind, "blocks", MODIFIED[kind], **_BIAS, **_DOCUMENT)
     for kind, mask in itertools.product(((64, 64), (128, 128), (64, 256)), ("full", "causal")):
         yield make_spec("bf16", kind, mask, QV[kind], qv=True)
 
@@ -75,6 +78,7 @@ def _features_of_gradients() -> Iterator[KernelSpec]:
     alibi: dict[str, Any] = {"score_mod": _ALIBI["score_mod"], "score_aux": ("f1",)}
     bias: dict[str, Any] = {"score_mod": _BIAS["score_mod"], "score_aux": ("f2",)}
     prefix: dict[str, Any] = {"mask_mod": _PREFIX["mask_mod"], "mask_aux": ("i1",)}
+    blocks: dict[str, Any] = {"block_sparse": True, "mask_mod": _DOCUMENT["mask_mod"], "mask_aux": ("i2",)}
     for kind in BACKWARD_CLASSES:
         for mask in ({}, causal, window):
             yield from _gradients(kind, mask, deterministic=True)
@@ -86,8 +90,14 @@ def _features_of_gradients() -> Iterator[KernelSpec]:
         ((128, 128), causal | alibi),
         ((128, 128), bias | prefix),
         ((128, 128), window | softcap | bias | prefix),
+        ((64, 64), blocks | softcap),
+        ((128, 128), blocks | softcap),
+        ((64, 64), blocks | bias),
+        ((128, 128), blocks | bias),
     ):
         yield from _gradients(kind, options)
+    for kind, deterministic in itertools.product(((64, 64), (128, 128), (256, 256)), (False, True)):
+        yield from _gradients(kind, blocks, deterministic)
 
 
 def _gradients(kind: tuple[int, int], options: dict[str, Any], deterministic: bool = False) -> tuple[KernelSpec, ...]:

@@ -453,6 +453,8 @@ class QueryGradientSpec(_Spec):
         _check_kind(self, BACKWARD_CLASSES)
         if self.tile_m not in (64, 128):
             raise ValueError(f"tile_m={self.tile_m}: allowed are 64 and 128")
+        if self.mask == "blocks" and self.tile_m != BLOCK:
+            raise ValueError(f"tile_m={self.tile_m}: with block masks tiles are {BLOCK} queries")
         if self.tile_n not in (32, 64):
             raise ValueError(f"tile_n={self.tile_n}: allowed are 32 and 64")
         for name in ("stages", "stages_v"):

@@ -71,6 +71,16 @@ def call_gradients(spec: BackwardSpec) -> None:
         assert all(torch.isfinite(gradient).all() for gradient in gradients if gradient is not None)
 
 
+def call_listed_gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, options: Options
+) -> None:
+    """Gradients with a block mask, in no fixed order and in one."""
+    for deterministic in (False, True):
+        asked = options._replace(deterministic=deterministic)
+        gradients = hopper_backward.backward(torch.randn_like(out), None, q, k, v, out, lse, None, False, asked)
+        assert all(torch.isfinite(gradient).all() for gradient in gradients if gradient is not None)
+
+
 def main() -> None:
     count = 0
     for spec in shipped_specs("backward"):
@@ -88,6 +98,9 @@ def main() -> None:
         assert lse is not None
         assert not torch.isnan(lse).any()
         count += 1
+        if spec.mask == "blocks":
+            call_listed_gradients(q, k, v, out, lse, options)
+            count += 1
     torch.cuda.synchronize()
     print(f"{count} calls")
 

@@ -393,10 +393,8 @@ def test_200_repeats_in_no_fixed_order_differ_by_one_rounding_of_dq_at_most(make
 
 
 def test_what_has_no_kernels_is_left_to_the_tiled_backend_with_a_warning_and_is_accurate(make):
-    q, k, v = make(1, 256, 256)
-    ids = (torch.arange(256, device=DEVICE, dtype=torch.int32)[None] // 50).contiguous()
-    mask_mod = mods.document(ids, causal=True)
-    block_mask = fa3.create_block_mask(mask_mod, 1, None, 256, 256, device=DEVICE)
-    with pytest.warns(UserWarning, match="block_mask"):
-        gradients, dout = gradients_of(q, k, v, block_mask=block_mask)
-    assert_gradients_accurate(gradients, dout, None, q, k, v, mask_mod=mask_mod)
+    q, k, v = make(1, 256, 256, head_dim=64, head_dim_v=256)
+    qv = torch.randn(*q.shape[:3], 256, device=DEVICE).to(q.dtype)
+    with pytest.warns(UserWarning, match="qv beside"):
+        gradients, dout = gradients_of(q, k, v, qv=qv)
+    assert_gradients_accurate(gradients, dout, None, q, k, v, qv=qv)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fa3 import plan as planning
 from fa3.compiler.store import default_store
+from fa3.key_lists import KeyLists
 from fa3.mods import MaskMod, ScoreMod
 from fa3.options import Options
 from fa3.plan import MAX_COLUMNS, DeviceFacts
@@ -256,8 +257,13 @@ def _readable_sink(sink: Tensor | None) -> Tensor | None:
     return (sink if sink.dtype in (torch.float32, torch.bfloat16) else sink.float()).contiguous()
 
 
-def extra_numbers(fixed: tuple[Any, ...], qv: Tensor | None, options: Options) -> tuple[Any, ...] | None:
-    """The kernel's extra arguments, in the order of ``fa3.kernels.parts.extras.extra_types``."""
+def extra_numbers(
+    fixed: tuple[Any, ...], qv: Tensor | None, options: Options, by_keys: KeyLists | None = None
+) -> tuple[Any, ...] | None:
+    """The kernel's extra arguments, in the order of ``fa3.kernels.parts.extras.extra_types``.
+
+    ``by_keys`` takes the place of a block mask's own lists.
+    """
     numbers = [*fixed]
     if qv is not None:
         numbers += [qv.data_ptr(), *_strides(qv)]
@@ -266,10 +272,11 @@ def extra_numbers(fixed: tuple[Any, ...], qv: Tensor | None, options: Options) -
         for tensor in () if mod is None else mod.aux:
             numbers += [tensor.data_ptr(), *tensor.shape]
     if block_mask is not None:
-        batch, heads, query_blocks, key_blocks = block_mask.indices.shape
+        lists = block_mask if by_keys is None else by_keys
+        batch, heads, rows, columns = lists.indices.shape
         numbers += [
-            block_mask.counts.data_ptr(), block_mask.indices.data_ptr(),
-            heads * query_blocks if batch > 1 else 0, query_blocks if heads > 1 else 0, key_blocks,
+            lists.counts.data_ptr(), lists.indices.data_ptr(),
+            heads * rows if batch > 1 else 0, rows if heads > 1 else 0, columns,
         ]  # fmt: skip
     return tuple(numbers) or None
 

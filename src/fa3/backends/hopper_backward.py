@@ -7,7 +7,7 @@ tile class, rows rounded up to a step), and 8 bytes for each query row of a head
 and several query heads to a K/V head, also a dK and dV for each of some parts of them, in the gradients' dtype.
 Copied are inputs that TMA cannot read, as in the forward, q and dout where there are rows that see no key, or may be,
 and q and k with qv. Values of more than 256 columns are computed in parts, each with sums of dQ and a dK of its own.
-It never synchronizes.
+With a block mask there are its lists by keys too, see `fa3.key_lists`. It never synchronizes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fa3.backends import hopper
 from fa3.backward_plan import backward_order, group_parts, plan_backward, query_order_of
 from fa3.backward_plan import why_no_backward as why_no_backward
 from fa3.compiler.store import default_store
+from fa3.key_lists import key_lists
 from fa3.mods import derivative_of
 from fa3.options import Options
 from fa3.plan import MAX_COLUMNS
@@ -370,6 +371,12 @@ def _launch(
         target_dk, target_dv = (_of_parts(x, kernels.parts) for x in (dk, dv))
     all_sums = all_turns = torch.empty(0)
     delta = statistics[1]
+    extras = main_extras = hopper.extra_numbers(kernels.numbers, None, options)
+    if options.block_mask is not None:
+        by_keys = key_lists(options.block_mask, spec.tile_m, spec.tile_n)
+        main_extras = hopper.extra_numbers(kernels.numbers, None, options, by_keys)
+        if spec.deterministic:
+            main_extras = (*(main_extras or ()), by_keys.turns.data_ptr())
     for first in range(0, problem.head_dim_v, MAX_COLUMNS):
         part = slice(first, min(first + MAX_COLUMNS, problem.head_dim_v))
         v_part, dout_part, out_part, dv_part = (x[..., part] for x in (v, dout, out, target_dv))
@@ -380,7 +387,6 @@ def _launch(
         turns = torch.empty(_turns(kernels), dtype=torch.int32, device=q.device)
         sizes = (problem.batch, problem.seqlen_q)
         counter, stream = hopper.counter_and_stream(q.get_device())
-        extras = hopper.extra_numbers(kernels.numbers, None, options)
         # Of the LSE's gradient, and of delta, each part takes its own share.
         part_dlse = dlse if first == 0 else None
         kernels.prepare(
@@ -394,7 +400,7 @@ def _launch(
             counter.data_ptr(), stream,
             *sizes, problem.seqlen_k, problem.heads_q, problem.heads_kv, q.shape[-1], v_part.shape[-1],
             *(hopper._strides(x) for x in (q, k, v_part, dout_part, dk_part, dv_part)),
-            problem.softmax_scale, kernels.parts, *kernels.order, extras,
+            problem.softmax_scale, kernels.parts, *kernels.order, main_extras,
         )  # fmt: skip
         if first == 0:
             all_sums, all_turns = sums, turns

@@ -27,7 +27,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from fa3.spec import DS_BUFFERS, WARPGROUP_THREADS, WGMMA_ROWS, BackwardSpec
@@ -162,7 +162,9 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             tanh_factor, scale = softmax_scale / softcap, softcap
         if const_expr(spec.score_mod):
             mod_factor, scale = scale, Float32(1.0)
-        extras = KeyExtras(tanh_factor, mod_factor, numbers["score_aux"], numbers["mask_aux"])
+        extras = KeyExtras(
+            tanh_factor, mod_factor, numbers["score_aux"], numbers["mask_aux"], numbers["blocks"], numbers["list_turns"]
+        )
         self.kernel(
             (q_tma, q_tensor),
             (k_tma, k_tensor),
@@ -250,6 +252,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
         ds_smem = copies.shared_layout(dtype, (WGMMA_ROWS, self.tile_m, score_tiles), K, part=spec.score_rows)
         dq_chunks = self.tile_m * spec.head_dim // (4 * self.groups * WARPGROUP_THREADS)
         dq_smem = cute.make_layout((4, WARPGROUP_THREADS, dq_chunks, self.groups, max(1, spec.dq_stages)))
+        listed_words = 3 * spec.stages if spec.mask == "blocks" else 0
         p_elements = 0 if spec.split_keys else cute.cosize(ds_smem)
 
         @cute.struct
@@ -269,6 +272,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             tile_full: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_empty: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_slots: cute.struct.MemRange[Int32, 3 * tiles.SLOTS]
+            listed: cute.struct.MemRange[Int32, listed_words]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, self.tile_m * spec.stages], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, self.tile_m * spec.stages_dout], 128]
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_smem)], 1024]
@@ -366,6 +370,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             make_load(dout_tma, shared.dout, dout_smem, dout_full, dout_empty, 4 * self.tile_m),
             storage.lse.get_tensor(cute.make_layout((self.tile_m, spec.stages))),
             storage.delta.get_tensor(cute.make_layout((self.tile_m, spec.stages_dout))),
+            storage.listed.get_tensor(cute.make_layout((3, spec.stages))) if spec.mask == "blocks" else None,
         )
         stores = []
         # dV takes the place of v. dK takes that of dS, and of P where there is one: the next k comes the earlier.
@@ -500,10 +505,12 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
         scale_log2: Float32,
     ):
         """The main loop over the query tiles of one tile of keys."""
+        # With a block mask the loader says where a step is.
         m_block, head = work.first_tile, work.head * work.sizes.group
         self.step(work, Int32(0), m_block, head, loads, between, me, shared, operands, scale_log2, True)
         for step in cutlass.range(1, work.steps, unroll=1):
-            m_block, head = self.next_rows(work, m_block, head)
+            if const_expr(self.spec.mask != "blocks"):
+                m_block, head, _ = self.next_rows(work, m_block, head, Int32(0))
             self.step(work, step, m_block, head, loads, between, me, shared, operands, scale_log2, False)
         # dK and dQ of the last query tile.
         last = work.position + work.steps - 1
@@ -537,6 +544,9 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
         position = work.position + step
         q_stage, dout_stage = (barriers.stage_of(position, n) for n in (spec.stages, spec.stages_dout))
         barriers.wait_full(loads.q.full, position, spec.stages)
+        listed_cut = Boolean(True)
+        if const_expr(spec.mask == "blocks"):
+            m_block, head, listed_cut = self.listed_place(loads.listed[None, q_stage])
         q_tile = operands.q[None, None, None, q_stage]
         raw_scores = self.accumulator(self.scores_mma(), spec.score_rows)
         products.issue(self.scores_mma(), raw_scores, operands.k, q_tile, accumulate=False)
@@ -551,7 +561,7 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
         queries = self.first_query_of(m_block, me)
         keys = self.keys_of(work, me)
         p = operands.p if const_expr(spec.split_keys) else self.rounded_scores()
-        self.probabilities(work, m_block, head, keys, queries, me, lse, raw_scores, p, scale_log2)
+        self.probabilities(work, m_block, head, keys, queries, me, lse, raw_scores, p, scale_log2, listed_cut)
         if const_expr(first):
             # V is there, so dK of the tile before has left the place of P and dS.
             barriers.wait_full(loads.v.full, work.done, 1)
@@ -587,6 +597,12 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
         self.share(ds, shared.ds, position, between.ds_full, me)
         if const_expr(not first and spec.dq_stages > 0):
             self.show_dq(position - 1, between)
+
+    @cute.jit
+    def listed_place(self, slot: cute.Tensor) -> tuple[Int32, Int32, Boolean]:
+        """(query tile, head, whether the mask cuts it) of a step, as the loader has written them."""
+        uniform = cute.arch.make_warp_uniform
+        return uniform(slot[0]), uniform(slot[1]), uniform(slot[2]) != 0
 
     @cute.jit
     def release_rows(self, load: Load, position: Int32, stages: cutlass.Constexpr):

@@ -22,7 +22,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from fa3.spec import WARPGROUP_THREADS, WGMMA_ROWS, QueryGradientSpec
@@ -206,6 +206,8 @@ class QueryGradientKernel(Producer):
 
         q_smem, dout_smem, k_smem, v_smem = self.shared_layouts()
 
+        listed_words = spec.stages if spec.mask == "blocks" else 0
+
         @cute.struct
         class SharedStorage:
             q_full: cute.struct.MemRange[Int64, self.groups]
@@ -219,6 +221,7 @@ class QueryGradientKernel(Producer):
             tile_full: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_empty: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_slots: cute.struct.MemRange[Int32, 3 * tiles.SLOTS]
+            listed: cute.struct.MemRange[Int32, listed_words]
             q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(q_smem)], 1024]
             dout: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(dout_smem)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(k_smem)], 1024]
@@ -284,6 +287,7 @@ class QueryGradientKernel(Producer):
             make_load(dout_tma, shared.dout, dout_smem, dout_full, dout_empty),
             make_load(k_tma, shared.k, k_smem, k_full, k_empty),
             make_load(v_tma, shared.v, v_smem, v_full, v_empty),
+            storage.listed.get_tensor(cute.make_layout(spec.stages)) if spec.mask == "blocks" else None,
         )
         dq_atom, dq_tensor = dq_tma
         dq_tiles = cute.local_tile(dq_tensor, (WGMMA_ROWS, self.head_dim), (None, 0, None, None))
@@ -312,11 +316,13 @@ class QueryGradientKernel(Producer):
             work = self.work_of(sizes, extras, m_block, head, batch_index, done, position)
             # In the order in which they become free: the places of q only when dq of the tile before has left them.
             if work.key_tiles > 0:
+                self.say_key_tile(work, loads, Int32(0))
                 self.load_keys(work, loads.k, Int32(0), self.spec.stages)
                 self.load_keys(work, loads.v, Int32(0), self.spec.stages_v)
             self.load_queries(work, loads.dout)
             self.load_queries(work, loads.q)
             for step in cutlass.range(1, work.key_tiles, unroll=1):
+                self.say_key_tile(work, loads, step)
                 self.load_keys(work, loads.k, step, self.spec.stages)
                 self.load_keys(work, loads.v, step, self.spec.stages_v)
             position += work.key_tiles
@@ -337,6 +343,23 @@ class QueryGradientKernel(Producer):
         barriers.wait_empty(load.empty, position, stages)
         head = work.head // work.sizes.heads_per_kv
         copies.issue(load, barriers.stage_of(position, stages), self.key_tile_of(work, step), head, work.batch_index)
+
+    @cute.jit
+    def say_key_tile(self, work: Work, loads: QueryLoads, step: Int32):
+        """With a block mask, tell the consumers the key tile of a step that is about to be loaded.
+
+        Looking it up they would need registers for the list, and have none left.
+        """
+        if const_expr(self.mask == "blocks"):
+            position = work.position + step
+            word = 2 * self.key_tile_of(work, step)
+            if step < work.cut_steps:
+                word = word + 1
+            barriers.wait_empty(loads.k.empty, position, self.spec.stages)
+            if cute.arch.lane_idx() == 0:
+                loads.listed[barriers.stage_of(position, self.spec.stages)] = word
+            # The lane that arrives at the barrier next may be another one.
+            cute.arch.sync_warp()
 
     # ---- consumers
 
@@ -420,10 +443,12 @@ class QueryGradientKernel(Producer):
         place = self.place_of(work, me, rows)
         # The first and, with a window, the last key tiles may be of no use to this group's rows.
         group_row = work.first_row + WGMMA_ROWS * me.group
-        begin_tile, end_tile = self.key_tiles_of_rows(work.sizes, group_row, group_row + WGMMA_ROWS)
-        first, end = work.last_tile + 1 - end_tile, work.key_tiles
-        if const_expr(self.mask == "window"):
-            end = work.last_tile + 1 - begin_tile
+        first, end = Int32(0), work.key_tiles
+        if const_expr(self.mask != "blocks"):
+            begin_tile, end_tile = self.key_tiles_of_rows(work.sizes, group_row, group_row + WGMMA_ROWS)
+            first = work.last_tile + 1 - end_tile
+            if const_expr(self.mask == "window"):
+                end = work.last_tile + 1 - begin_tile
         if group_row >= work.sizes.rows or first >= end:
             first, end = work.key_tiles, work.key_tiles
         for step in cutlass.range(0, first, unroll=1):
@@ -472,6 +497,7 @@ class QueryGradientKernel(Producer):
         if const_expr(not first):
             self.issue_dq(position - 1, operands)
         barriers.wait_full(loads.k.full, position, spec.stages)
+        key_tile, listed_cut = self.place_of_step(work, step, loads)
         raw_scores = self.accumulator(self.scores_mma(), self.tile_n)
         k_tile = operands.k[None, None, None, barriers.stage_of(position, spec.stages)]
         products.issue(self.scores_mma(), raw_scores, operands.q, k_tile, accumulate=False)
@@ -485,11 +511,17 @@ class QueryGradientKernel(Producer):
         warpgroup.wait_group(1)
 
         raw = layout.rows_and_columns(raw_scores)
-        key_tile = self.key_tile_of(work, step)
         first_key = key_tile * self.tile_n + layout.first_column(me.lane)
         p = self.changed(work, place, raw, first_key)
-        if key_tile < place.whole[0] or key_tile >= place.whole[1]:
-            work.sizes.mask.hide(p, place.queries, first_key, self.mask)
+        if const_expr(self.mask == "blocks"):
+            # A block of keys that ends behind the last one is cut.
+            if listed_cut:
+                self.hide(work, place, p, first_key)
+                work.sizes.mask.hide(p, place.queries, first_key, self.mask)
+        else:
+            self.hide(work, place, p, first_key)
+            if key_tile < place.whole[0] or key_tile >= place.whole[1]:
+                work.sizes.mask.hide(p, place.queries, first_key, self.mask)
         query_scores.exponentiate(p, scale_log2, place.lse)
         query_scores.keep_before_here(p)
 
@@ -505,8 +537,20 @@ class QueryGradientKernel(Producer):
         products.round_to(self.dtype, dp, operands.ds)
 
     @cute.jit
+    def place_of_step(self, work: Work, step: Int32, loads: QueryLoads) -> tuple[Int32, Boolean]:
+        """(key tile, whether a block mask cuts it) of a step whose K is there; without such a mask it has no say."""
+        key_tile, cut = Int32(0), Boolean(True)
+        if const_expr(self.mask == "blocks"):
+            word = loads.listed[barriers.stage_of(work.position + step, self.spec.stages)]
+            word = cute.arch.make_warp_uniform(word)
+            key_tile, cut = word // 2, word % 2 == 1
+        else:
+            key_tile = self.key_tile_of(work, step)
+        return key_tile, cut
+
+    @cute.jit
     def changed(self, work: Work, place: QueryPlace, raw: cute.Tensor, first_key: Int32) -> cute.Tensor:
-        """Scores after softcap, ``score_mod`` and ``mask_mod``; ``raw`` becomes what derivatives are taken at."""
+        """Scores after softcap and ``score_mod``; ``raw`` becomes what derivatives are taken at."""
         extras, heads = work.extras, (work.head, work.head)
         values = raw
         if const_expr(self.spec.softcap):
@@ -521,11 +565,16 @@ class QueryGradientKernel(Producer):
                 self.score_mod, values, extras.mod_factor, work.batch_index, heads, place.queries, first_key,
                 extras.score_aux,
             )  # fmt: skip
+        return values
+
+    @cute.jit
+    def hide(self, work: Work, place: QueryPlace, values: cute.Tensor, first_key: Int32):
+        """Hide the keys that the ``mask_mod``, if there is one, lets no query of the thread see."""
         if const_expr(self.mask_mod is not None):
             scores.hide(
-                self.mask_mod, values, work.batch_index, heads, place.queries, first_key, extras.mask_aux
+                self.mask_mod, values, work.batch_index, (work.head, work.head), place.queries, first_key,
+                work.extras.mask_aux,
             )  # fmt: skip
-        return values
 
     @cute.jit
     def issue_dq(self, position: Int32, operands: QueryOperands):

@@ -60,8 +60,12 @@ class KeyScores:
         raw_scores: cute.Tensor,
         p: cute.Tensor,
         scale_log2: Float32,
+        listed_cut: Boolean,
     ):
-        """P, rounded into ``p``. Of the scores is left what their derivatives are taken at, if any changed them."""
+        """P, rounded into ``p``. Of the scores is left what their derivatives are taken at, if any changed them.
+
+        ``listed_cut``: whether a block mask cuts the tile; without one it has no say.
+        """
         spec, extras = self.spec, work.extras
         values = cute.make_tensor(raw_scores.iterator, cute.make_layout(cute.size(raw_scores)))
         if const_expr(spec.modified):
@@ -71,10 +75,16 @@ class KeyScores:
                 self.score_mod, raw, (extras.tanh_factor, extras.mod_factor), spec.softcap, work.batch_index, head,
                 keys, queries, extras.score_aux, values,
             )  # fmt: skip
-        if const_expr(self.mask_mod is not None):
-            gradients.hide(self.mask_mod, values, work.batch_index, head, keys, queries, extras.mask_aux)
-        if self.is_cut(work, m_block, me):
-            work.sizes.mask.hide_queries(layout.rows_and_columns(values), keys, queries, spec.mask)
+        if const_expr(spec.mask == "blocks"):
+            # A block of keys that ends behind the last one is cut.
+            if listed_cut:
+                gradients.hide(self.mask_mod, values, work.batch_index, head, keys, queries, extras.mask_aux)
+                work.sizes.mask.hide_queries(layout.rows_and_columns(values), keys, queries, spec.mask)
+        else:
+            if const_expr(self.mask_mod is not None):
+                gradients.hide(self.mask_mod, values, work.batch_index, head, keys, queries, extras.mask_aux)
+            if self.is_cut(work, m_block, me):
+                work.sizes.mask.hide_queries(layout.rows_and_columns(values), keys, queries, spec.mask)
         gradients.exponentiate(values, scale_log2, lse, p, self.dtype)
 
     @cute.jit

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from fa3.spec import BackwardSpec
+from fa3.spec import BLOCK, BackwardSpec
 
 from . import barriers, ptx, tiles
 from .backward_work import KeyBarriers, KeyExtras, KeyShared, KeySizes, KeyWork, Rows
@@ -60,15 +60,21 @@ class KeySums:
         n_block, head, batch_index = supply.take(done)
         while n_block >= 0:
             work = self.work_of(sizes, extras, n_block, head, batch_index, done, position)
-            m_block, query_head = work.first_tile, head * sizes.group
+            m_block, query_head, rank = self.first_rows(work)
             row_tile = work.row_tile(query_head, m_block)
             state = self.state_of(rows, row_tile)
             for step in cutlass.range(position, position + work.steps, unroll=1):
-                turn = self.turn_of(work, m_block) if const_expr(spec.deterministic) else Int32(STORED)
+                turn = (
+                    self.turn_of(work, m_block, query_head, rank) if const_expr(spec.deterministic) else Int32(STORED)
+                )
                 target, turn_address = rows.dq + size * Int64(row_tile), rows.turns + 4 * Int64(row_tile)
                 stage = barriers.stage_of(step, spec.dq_stages)
+                if const_expr(spec.mask == "blocks"):
+                    # Reading a list takes time, of which there is more before the tile is there than after it.
+                    m_block, query_head, rank = self.next_rows(work, m_block, query_head, rank)
                 barriers.wait_full(between.dq_full, step, spec.dq_stages)
-                m_block, query_head = self.next_rows(work, m_block, query_head)
+                if const_expr(spec.mask != "blocks"):
+                    m_block, query_head, rank = self.next_rows(work, m_block, query_head, rank)
                 row_tile = work.row_tile(query_head, m_block)
                 # One thread for all of it: copies that it has started are what it can wait for.
                 if lane == 0:
@@ -121,10 +127,18 @@ class KeySums:
         return first
 
     @cute.jit
-    def turn_of(self, work: KeyWork, m_block: Int32) -> Int32:
+    def turn_of(self, work: KeyWork, m_block: Int32, head: Int32, rank: Int32) -> Int32:
         """How many blocks add to a dQ tile before this one, where the order is fixed: that of the tiles of work."""
         end = work.sizes.n_blocks
-        if const_expr(self.spec.mask != "full"):
+        if const_expr(self.spec.mask == "blocks"):
+            # Those of the listed blocks of keys behind this one, and those behind this one in its own.
+            key_block = work.n_block * self.tile_n // BLOCK
+            counts, _, *strides = work.extras.blocks
+            (turns,) = work.extras.list_turns
+            address, _, _ = tiles.block_list((counts, turns, *strides), work.batch_index, head, key_block, BLOCK)
+            end = cutlass.min(end, (key_block + 1) * (BLOCK // self.tile_n))
+            end = end + tiles.listed_key_tile(address, rank, BLOCK)
+        elif const_expr(self.spec.mask != "full"):
             mask = work.sizes.mask
             last_query = cutlass.min((m_block + 1) * self.tile_m, mask.seqlen_q) - 1
             _, end = mask.key_tiles(m_block * self.tile_m, last_query, self.tile_n, self.spec.mask)

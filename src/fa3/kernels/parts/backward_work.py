@@ -38,6 +38,10 @@ class KeyExtras(NamedTuple):
     mod_factor: Float32
     score_aux: tuple
     mask_aux: tuple
+    #: Lists of a block mask as of the forward, but of the query tiles that see a block of keys; and, if the order is
+    #: fixed, the address of what `fa3.key_lists.KeyLists` calls their turns.
+    blocks: tuple
+    list_turns: tuple
 
 
 class Rows(NamedTuple):
@@ -62,7 +66,7 @@ class KeyWork(NamedTuple):
     n_block: Int32
     head: Int32
     batch_index: Int32
-    #: The first query tile, and how many of each head.
+    #: The first query tile, and how many of each head; 0 where lists say that.
     first_tile: Int32
     tiles_per_head: Int32
     steps: Int32
@@ -85,6 +89,8 @@ class KeyLoads(NamedTuple):
     #: (tile_m, stage) float32.
     lse: cute.Tensor
     delta: cute.Tensor
+    #: With a block mask, (3, stage of q) int32: query tile and head of a step, and 1 if the mask cuts it.
+    listed: cute.Tensor | None
 
 
 class KeyShared(NamedTuple):

@@ -7,10 +7,12 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64
 
-from fa3.spec import ForwardSpec
+from fa3.spec import BackwardSpec, ForwardSpec, QueryGradientSpec
 
 
-def extra_types(spec: ForwardSpec) -> list[tuple[str, tuple[type[cutlass.Numeric], ...]]]:
+def extra_types(
+    spec: ForwardSpec | BackwardSpec | QueryGradientSpec,
+) -> list[tuple[str, tuple[type[cutlass.Numeric], ...]]]:
     """Name and types of the launch's extra arguments, in order: only those that the spec uses."""
     extras: list[tuple[str, tuple[type[cutlass.Numeric], ...]]] = []
     if spec.mask == "window":
@@ -27,13 +29,16 @@ def extra_types(spec: ForwardSpec) -> list[tuple[str, tuple[type[cutlass.Numeric
             extras.append((name, tuple(types)))
     if spec.mask == "blocks":
         extras.append(("blocks", (Int64, Int64, Int32, Int32, Int32)))
+        if isinstance(spec, BackwardSpec) and spec.deterministic:
+            extras.append(("list_turns", (Int64,)))
     return extras
 
 
-def name_extra_numbers(spec: ForwardSpec, numbers: tuple | None) -> dict[str, Any]:
+def name_extra_numbers(spec: ForwardSpec | BackwardSpec | QueryGradientSpec, numbers: tuple | None) -> dict[str, Any]:
     """The extra arguments of the launch by name; what the spec does not use is 0."""
     zero = Int32(0)
-    named = {"window": (zero,) * 3, "softcap": Float32(1.0), "score_aux": (), "mask_aux": (), "blocks": ()}
+    named: dict[str, Any] = {"window": (zero,) * 3, "softcap": Float32(1.0)}
+    named |= dict.fromkeys(("score_aux", "mask_aux", "blocks", "list_turns"), ())
     for name, types in extra_types(spec):
         named[name], numbers = numbers[: len(types)], numbers[len(types) :]
     if spec.softcap:

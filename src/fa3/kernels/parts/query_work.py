@@ -30,6 +30,8 @@ class QueryLoads(NamedTuple):
     dout: Load
     k: Load
     v: Load
+    #: With a block mask, (stage of k) int32: twice the key tile of a step, and 1 more if the mask cuts it.
+    listed: cute.Tensor | None
 
 
 class QueryShared(NamedTuple):

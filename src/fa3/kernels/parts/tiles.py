@@ -77,6 +77,22 @@ def listed_key_tile(address: Int64, step: Int32, tile_n: cutlass.Constexpr) -> I
     return block * steps + (steps - 1 - step % steps)
 
 
+@cute.jit
+def listed_steps(
+    blocks: tuple, batch_index: Int32, first_head: Int32, heads: Int32, block: Int32, tile: cutlass.Constexpr
+) -> Int32:
+    """The steps of a block, as `block_list` has them, of some heads together."""
+    _, _, steps = block_list(blocks, batch_index, first_head, block, tile)
+    if blocks[3] == 0:
+        # The heads share their lists.
+        steps = steps * heads
+    else:
+        for head in cutlass.range(first_head + 1, first_head + heads, unroll=4):
+            _, _, more = block_list(blocks, batch_index, head, block, tile)
+            steps = steps + more
+    return steps
+
+
 class Supply(NamedTuple):
     """Hands the tiles of the output to the blocks, each when it has done with the one before.
 
