@@ -62,7 +62,9 @@ class KeySums:
             work = self.work_of(sizes, extras, n_block, head, batch_index, done, position)
             m_block, query_head, rank = self.first_rows(work)
             row_tile = work.row_tile(query_head, m_block)
-            state = self.state_of(rows, row_tile)
+            state = Int32(0)
+            if work.steps > 0:
+                state = self.state_of(rows, row_tile)
             for step in cutlass.range(position, position + work.steps, unroll=1):
                 turn = (
                     self.turn_of(work, m_block, query_head, rank) if const_expr(spec.deterministic) else Int32(STORED)
