@@ -130,7 +130,8 @@ def test_lse_sinks_caps_and_biases_go_with_a_block_mask(head_dim, make):
     check(q, k, v, lists, dense, random_dlse(q))
     check(q, k, v, lists, dense, sink=torch.randn(4, device=DEVICE))
     check(q, k, v, lists, dense, softcap=20.0)
-    check(q, k, v, lists, dense, score_mod=mods.relative_bias(torch.randn(4, 129, device=DEVICE)))
+    if head_dim == 64:
+        check(q, k, v, lists, dense, score_mod=mods.relative_bias(torch.randn(4, 129, device=DEVICE)))
 
 
 @of_head_dims
