@@ -497,7 +497,10 @@ class QueryGradientKernel(Producer):
         if const_expr(not first):
             self.issue_dq(position - 1, operands)
         barriers.wait_full(loads.k.full, position, spec.stages)
-        key_tile, listed_cut = self.place_of_step(work, step, loads)
+        key_tile, listed_cut = Int32(0), Boolean(True)
+        if const_expr(self.mask == "blocks"):
+            # Read behind the products it would cost registers that there are not.
+            key_tile, listed_cut = self.listed_place(position, loads)
         raw_scores = self.accumulator(self.scores_mma(), self.tile_n)
         k_tile = operands.k[None, None, None, barriers.stage_of(position, spec.stages)]
         products.issue(self.scores_mma(), raw_scores, operands.q, k_tile, accumulate=False)
@@ -511,6 +514,8 @@ class QueryGradientKernel(Producer):
         warpgroup.wait_group(1)
 
         raw = layout.rows_and_columns(raw_scores)
+        if const_expr(self.mask != "blocks"):
+            key_tile = self.key_tile_of(work, step)
         first_key = key_tile * self.tile_n + layout.first_column(me.lane)
         p = self.changed(work, place, raw, first_key)
         if const_expr(self.mask == "blocks"):
@@ -537,16 +542,10 @@ class QueryGradientKernel(Producer):
         products.round_to(self.dtype, dp, operands.ds)
 
     @cute.jit
-    def place_of_step(self, work: Work, step: Int32, loads: QueryLoads) -> tuple[Int32, Boolean]:
-        """(key tile, whether a block mask cuts it) of a step whose K is there; without such a mask it has no say."""
-        key_tile, cut = Int32(0), Boolean(True)
-        if const_expr(self.mask == "blocks"):
-            word = loads.listed[barriers.stage_of(work.position + step, self.spec.stages)]
-            word = cute.arch.make_warp_uniform(word)
-            key_tile, cut = word // 2, word % 2 == 1
-        else:
-            key_tile = self.key_tile_of(work, step)
-        return key_tile, cut
+    def listed_place(self, position: Int32, loads: QueryLoads) -> tuple[Int32, Boolean]:
+        """(key tile, whether the mask cuts it) of a step whose K is there, as the loader has written them."""
+        word = cute.arch.make_warp_uniform(loads.listed[barriers.stage_of(position, self.spec.stages)])
+        return word // 2, word % 2 == 1
 
     @cute.jit
     def changed(self, work: Work, place: QueryPlace, raw: cute.Tensor, first_key: Int32) -> cute.Tensor:
