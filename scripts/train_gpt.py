@@ -219,6 +219,7 @@ def train(name: str, config: Config, data: Tensor, device: torch.device) -> dict
                 if on_gpu and replay is None:
                     replay = captured(learn, tokens)
                     marks[-1] = time.perf_counter()
+    synchronize(device)
     # From the end of the first window on: its steps load kernels and find out how much memory is needed.
     step_ms = 1e3 / config.window * statistics.median(end - begin for begin, end in itertools.pairwise(marks))
     return {

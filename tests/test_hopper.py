@@ -197,7 +197,7 @@ def test_a_call_on_another_device_than_the_current_one_launches_there(kernel, mo
 
 
 def test_the_per_thread_default_stream_shares_no_counter(kernel, monkeypatch):
-    monkeypatch.setattr(hopper, "_current_stream", lambda device: hopper.PER_THREAD_STREAM)
+    monkeypatch.setattr(hopper, "_current_stream", lambda device: PER_THREAD_STREAM)
     kept = []  # as a kernel in flight would keep the memory
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, **options: kept.append(zeros(*size, **options)) or kept[-1])

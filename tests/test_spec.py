@@ -322,6 +322,10 @@ def test_a_field_of_a_gradients_spec_out_of_range_is_refused_with_its_name_and_v
         ({"derivative": "m:g"}, "score_mod='', derivative='m:g': both or neither"),
         ({"dq_stages": 0, "deterministic": True}, "deterministic=True with dq_stages=0"),
         (
+            {"head_dim": 192, "stages": 1, "stages_dout": 1},
+            "head_dim=192 with tile_m=64: dS leaves room for 128 columns",
+        ),
+        (
             {"tile_m": 128, "stages": 3, "stages_dout": 2},
             # K and V; q and dout of several steps; dS of two; LSE, delta and dQ in float32.
             f"needs {2 * (128 * 256 + 128 * 5 * 128 + 2 * 128 * 128) + 4 * 128 * (5 + 128) + 1024} bytes of shared "

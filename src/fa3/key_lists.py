@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fa3.mods import BLOCK, EMPTY, BlockMask, ordered_blocks
+from fa3.spec import PER_THREAD_STREAM
 
 
 class KeyLists(NamedTuple):
@@ -58,9 +59,13 @@ def key_lists(block_mask: BlockMask, tile_m: int, tile_n: int) -> KeyLists:
 
 def _can_be_kept(*tensors: Tensor) -> bool:
     """Whether what is made of these tensors now is there for later calls, and told when they change."""
-    # What is captured in a graph is computed when the graph runs, in memory of its own.
-    capturing = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    return not capturing and not any(tensor.is_inference() for tensor in tensors)
+    if any(tensor.is_inference() for tensor in tensors):
+        return False
+    # What is captured in a graph is computed when the graph runs, in memory of its own; and of the per-thread default
+    # stream nobody can say whether it is the one of before.
+    return not tensors[0].is_cuda or not (
+        torch.cuda.is_current_stream_capturing() or _stream_of(tensors[0]) == PER_THREAD_STREAM
+    )
 
 
 def _stream_of(tensor: Tensor) -> int:

@@ -19,6 +19,9 @@ WARPGROUP_THREADS = 128
 #: Bytes that addresses and strides must be multiples of for TMA.
 TMA_ALIGNMENT = 16
 
+#: CUDA's handle of the per-thread default stream: the same number for another stream in each thread.
+PER_THREAD_STREAM = 2
+
 #: (head_dim, head_dim_v) of the tile classes. The real dims are bounds of a call: TMA fills the rest of a tile
 #: with zeros and does not write what lies beyond the output.
 TILE_CLASSES = ((64, 64), (96, 96), (128, 128), (64, 256), (192, 128), (192, 192), (256, 256))
@@ -310,6 +313,12 @@ class BackwardSpec(_Spec, _DqTile):
         for name in ("stages", "stages_dout"):
             if not 1 <= getattr(self, name) <= 4:
                 raise ValueError(f"{name}={getattr(self, name)}: allowed are 1 to 4")
+        # dK leaves through the place of dS, and of P where that is in shared memory too.
+        room = self.tile_m * DS_BUFFERS * (1 if self.split_keys else 2)
+        if self.head_dim > room:
+            raise ValueError(
+                f"head_dim={self.head_dim} with tile_m={self.tile_m}: dS leaves room for {room} columns of dK"
+            )
         _check_derivative(self)
         _check_memory(self)
 

@@ -85,7 +85,7 @@ def test_whole_blocks_are_never_asked(make):
     """Blocks that the lists call whole are seen, though the mask would hide all of them."""
     q, k, v = make(1, 512, 512)
     ids = torch.arange(512, device=DEVICE, dtype=torch.int32)[None].contiguous()
-    hides = mods.document(ids)
+    hides = mods.document(ids, causal=True)
     kinds = torch.full((1, 1, 4, 4), WHOLE, device=DEVICE)
     gradients, dout = gradients_of(q, k, v, block_mask=BlockMask(hides, 512, 512, *ordered_blocks(kinds)))
     assert_gradients_accurate(gradients, dout, None, q, k, v)

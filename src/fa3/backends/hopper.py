@@ -27,7 +27,7 @@ from fa3.mods import MaskMod, ScoreMod
 from fa3.options import Options
 from fa3.plan import MAX_COLUMNS, DeviceFacts
 from fa3.problem import Problem, check_forward
-from fa3.spec import TMA_ALIGNMENT, BackwardSpec, ForwardSpec
+from fa3.spec import PER_THREAD_STREAM, TMA_ALIGNMENT, BackwardSpec, ForwardSpec
 
 #: TMA strides are below 2**40 bytes, sizes at most 2**32; the kernel counts rows in int32.
 MAX_STRIDE_BYTES = 2**40
@@ -36,9 +36,6 @@ MAX_TILES = 2**31 - 2**16
 
 #: Device memory of the scheduler: one counter, in a line of its own.
 COUNTER_BYTES = 64
-
-#: CUDA's handle of the per-thread default stream.
-PER_THREAD_STREAM = 2
 
 #: Launches remembered before the memory is cleared; a server with ever new lengths must not grow forever.
 MAX_REMEMBERED = 8192

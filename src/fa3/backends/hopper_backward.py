@@ -1,6 +1,6 @@
 """Gradients on GPUs of compute capability 9.0: prepare, main pass, finish; see `fa3.kernels.backward`.
 
-In the widest tile class a fixed order has, instead of sums and finish, `fa3.kernels.backward_dq`.
+In the widest tile class there is, instead of sums and finish, `fa3.kernels.backward_dq`.
 
 Takes device memory for the gradients, and until its kernels are done: float32 sums of dQ (4 bytes an element of a
 tile class, rows rounded up to a step), and 8 bytes for each query row of a head; where there are few tiles of keys

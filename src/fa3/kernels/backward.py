@@ -317,10 +317,13 @@ class BackwardKernel(KeyProducer, KeyScores, KeySums, KeyEpilogue):
             storage.ds_full.data_ptr(), storage.p_full.data_ptr(), storage.dq_full.data_ptr(),
             storage.dq_empty.data_ptr(),
         )  # fmt: skip
+        # Where the order is fixed, a block may wait only for tiles that running blocks have: all of them come from the
+        # counter, the first ones too.
+        first_tiles = Int32(0) if spec.deterministic else blocks
         supply = tiles.Supply(
             counter,
-            sizes.tiles,
-            blocks,
+            sizes.tiles + blocks - first_tiles,
+            first_tiles,
             storage.tile_slots.get_tensor(cute.make_layout((3, tiles.SLOTS))),
             storage.tile_full.data_ptr(),
             storage.tile_empty.data_ptr(),

@@ -71,10 +71,18 @@ class KeyProducer:
         return n_block, head, batch_index
 
     @cute.jit
+    def first_tile(self, supply: tiles.Supply) -> Int32:
+        """The block's first tile: its own number, or, where the order is fixed, the first that no running block has."""
+        tile = cute.arch.block_idx()[0]
+        if const_expr(self.spec.deterministic):
+            tile = supply.fetch()
+        return tile
+
+    @cute.jit
     def load(self, sizes: KeySizes, extras: KeyExtras, supply: tiles.Supply, loads: KeyLoads, rows: Rows):
         """The producer warp: K and V once for each tile, Q and dO, LSE and delta step by step."""
         done, position = Int32(0), Int32(0)
-        n_block, head, batch_index = self.publish_tile(sizes, supply, done, cute.arch.block_idx()[0])
+        n_block, head, batch_index = self.publish_tile(sizes, supply, done, self.first_tile(supply))
         while n_block >= 0:
             work = self.work_of(sizes, extras, n_block, head, batch_index, done, position)
             m_block, query_head, rank = self.first_rows(work)

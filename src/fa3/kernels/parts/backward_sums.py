@@ -121,6 +121,7 @@ class KeySums:
         elif state != STORED:
             state = ptx.claim(turn_address)
             first = state == 0
+            cute.arch.fence_proxy("async.global")
         if not first:
             if state != turn:
                 while state != turn:

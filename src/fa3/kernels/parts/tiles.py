@@ -96,15 +96,17 @@ def listed_steps(
 class Supply(NamedTuple):
     """Hands the tiles of the output to the blocks, each when it has done with the one before.
 
-    The first tile of a block is its own number; all others come from a counter in global memory, so that no
+    The first tile of a block may be its own number; all others come from a counter in global memory, so that no
     block waits while another has tiles left. One warp of the block, the one that loads, fetches the numbers,
     works out the places and publishes them in a ring in shared memory, where every consumer warp finds them.
     """
 
     #: Address of an int32 that is 0 before the launch and, of itself, after it.
     counter: Int64
-    tiles: Int32
-    blocks: Int32
+    #: How often all blocks together fetch: once for each tile and once in vain for each block, less ``given``.
+    fetches: Int32
+    #: Tiles that are not fetched, one for each block, or 0.
+    given: Int32
     #: (query tile, head, batch index) of each slot.
     slots: cute.Tensor
     full: cute.Pointer
@@ -112,16 +114,15 @@ class Supply(NamedTuple):
 
     @cute.jit
     def fetch(self) -> Int32:
-        """The next tile that no block has; at least ``tiles`` when there is none. Called by one whole warp."""
+        """The next tile that no block has, or a number that is no tile's. Called by one whole warp."""
         fetched = Int32(0)
         if cute.arch.lane_idx() == 0:
             counter = cute.make_ptr(Int32, self.counter, cute.AddressSpace.gmem, assumed_align=4)
             fetched = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
-            # All blocks together fetch as often as there are tiles: one failure each makes up for the tiles
-            # that were nobody's to fetch. So this is the last fetch of the launch, and the counter is free.
-            if fetched == self.tiles - 1:
+            # The last fetch of the launch: the counter is free.
+            if fetched == self.fetches - 1:
                 cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)
-        return self.blocks + cute.arch.shuffle_sync(fetched, offset=0)
+        return self.given + cute.arch.shuffle_sync(fetched, offset=0)
 
     @cute.jit
     def publish(self, number: Int32, m_block: Int32, head: Int32, batch_index: Int32):
