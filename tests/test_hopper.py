@@ -13,6 +13,7 @@ import fa3
 from fa3.backends import hopper
 from fa3.plan import H200
 from fa3.presets import shipped_specs
+from fa3.spec import PER_THREAD_STREAM
 from recorder import NAMES, OF_ONE_CALL, SIZES, install, strides_of, tensors
 
 

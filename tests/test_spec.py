@@ -323,7 +323,7 @@ def test_a_field_of_a_gradients_spec_out_of_range_is_refused_with_its_name_and_v
         ({"dq_stages": 0, "deterministic": True}, "deterministic=True with dq_stages=0"),
         (
             {"head_dim": 192, "stages": 1, "stages_dout": 1},
-            "head_dim=192 with tile_m=64: dS leaves room for 128 columns",
+            "head_dim=192, tile_m=64: dS has room for 128",
         ),
         (
             {"tile_m": 128, "stages": 3, "stages_dout": 2},

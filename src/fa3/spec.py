@@ -316,9 +316,7 @@ class BackwardSpec(_Spec, _DqTile):
         # dK leaves through the place of dS, and of P where that is in shared memory too.
         room = self.tile_m * DS_BUFFERS * (1 if self.split_keys else 2)
         if self.head_dim > room:
-            raise ValueError(
-                f"head_dim={self.head_dim} with tile_m={self.tile_m}: dS leaves room for {room} columns of dK"
-            )
+            raise ValueError(f"head_dim={self.head_dim}, tile_m={self.tile_m}: dS has room for {room} columns of dK")
         _check_derivative(self)
         _check_memory(self)
 
