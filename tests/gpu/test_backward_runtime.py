@@ -100,6 +100,29 @@ def test_backwards_on_two_streams_do_not_disturb_each_other(make):
             assert all(torch.equal(one, other) for one, other in zip(found, expected[index], strict=True))
 
 
+def test_in_a_fixed_order_a_block_waits_only_for_running_ones(make):
+    """Each launch has more blocks of keys than the card has room for, and gets parts of the card as others leave them."""
+    q, k, v = make(1, 4096, 4096, 8, 8, 64)
+    dout = torch.randn_like(q)
+
+    def step():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = fa3.flash_attn_func(*leaves, deterministic=True)
+        return torch.autograd.grad(out, leaves, dout)
+
+    expected = step()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1, 0, -1)]
+    results = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(step())
+    torch.cuda.synchronize()
+    for found in results:
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 def test_the_backward_does_not_wait_for_the_gpu(make):
     q, k, v = (x.requires_grad_() for x in make(2, 300, 300))
     dout = torch.randn_like(q)
