@@ -101,7 +101,7 @@ def test_backwards_on_two_streams_do_not_disturb_each_other(make):
 
 
 def test_in_a_fixed_order_a_block_waits_only_for_running_ones(make):
-    """Each launch has more blocks of keys than the card has room for, and gets parts of the card as others leave them."""
+    """Each launch has more tiles of keys than the card has room for, and gets it in parts, as others leave it."""
     q, k, v = make(1, 4096, 4096, 8, 8, 64)
     dout = torch.randn_like(q)
 
