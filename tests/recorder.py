@@ -64,7 +64,7 @@ def install(patch: pytest.MonkeyPatch) -> Recorder:
     patch.setattr(hopper, "_current_stream", lambda device: 0)
     patch.setattr(hopper, "_capturing", lambda: False)
     patch.setattr(hopper, "_launches", {})
-    patch.setattr(hopper, "_streams", {})
+    patch.setattr(hopper, "_counters", {})
     zeros = torch.zeros
     # Counters are asked for by the number of their device.
     patch.setattr(torch, "zeros", lambda *size, device="cpu", **kind: zeros(*size, device="cpu", **kind))

@@ -13,7 +13,6 @@ import fa3
 from fa3.backends import hopper
 from fa3.plan import H200
 from fa3.presets import shipped_specs
-from fa3.spec import PER_THREAD_STREAM
 from recorder import NAMES, OF_ONE_CALL, SIZES, install, strides_of, tensors
 
 
@@ -160,7 +159,7 @@ def test_a_captured_call_gets_a_counter_of_its_own(kernel, monkeypatch):
     monkeypatch.setattr(hopper, "_capturing", lambda: True)
     hopper.forward(q, k, v, None, False, False)
     assert kernel.calls[0]["counter"] != kernel.calls[1]["counter"]
-    assert len(hopper._streams) == 1
+    assert len(hopper._counters) == 1
 
 
 def test_the_memory_of_launches_does_not_grow_forever(kernel, monkeypatch):
@@ -197,15 +196,16 @@ def test_a_call_on_another_device_than_the_current_one_launches_there(kernel, mo
     assert len(kernel.calls) == 1
 
 
-def test_the_per_thread_default_stream_shares_no_counter(kernel, monkeypatch):
-    monkeypatch.setattr(hopper, "_current_stream", lambda device: PER_THREAD_STREAM)
+@pytest.mark.parametrize("stream", [2, 7], ids=["per-thread", "another"])
+def test_only_the_default_stream_shares_a_counter(kernel, monkeypatch, stream):
+    monkeypatch.setattr(hopper, "_current_stream", lambda device: stream)
     kept = []  # as a kernel in flight would keep the memory
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, **options: kept.append(zeros(*size, **options)) or kept[-1])
     for _ in range(2):
         hopper.forward(*tensors(), None, False, False)
     assert kernel.calls[0]["counter"] != kernel.calls[1]["counter"]
-    assert not hopper._streams
+    assert not hopper._counters
 
 
 def test_a_given_spec_does_not_excuse_from_checks(kernel):

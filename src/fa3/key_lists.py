@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fa3.mods import BLOCK, EMPTY, BlockMask, ordered_blocks
-from fa3.spec import PER_THREAD_STREAM
 
 
 class KeyLists(NamedTuple):
@@ -33,9 +32,9 @@ class KeyLists(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """Lists that were made, and of what: versions of the mask's counts and indices, and the stream of the making."""
+    """Lists that were made, and of what: the mask's counts, and versions of its counts and indices."""
 
-    stamps: tuple[int, int, int]
+    stamps: tuple[int, int]
     counts: Tensor
     lists: KeyLists
 
@@ -50,7 +49,7 @@ def key_lists(block_mask: BlockMask, tile_m: int, tile_n: int) -> KeyLists:
         return make_key_lists(block_mask, tile_m, tile_n)
     of_mask = _known.setdefault(indices, {})
     key = (tile_m, tile_n, block_mask.seqlen_q, block_mask.seqlen_k)
-    stamps = (counts._version, indices._version, _stream_of(indices))
+    stamps = counts._version, indices._version
     known = of_mask.get(key)
     if known is None or known.stamps != stamps or known.counts is not counts:
         known = of_mask[key] = _Known(stamps, counts, make_key_lists(block_mask, tile_m, tile_n))
@@ -59,17 +58,12 @@ def key_lists(block_mask: BlockMask, tile_m: int, tile_n: int) -> KeyLists:
 
 def _can_be_kept(*tensors: Tensor) -> bool:
     """Whether what is made of these tensors now is there for later calls, and told when they change."""
-    if any(tensor.is_inference() for tensor in tensors):
-        return False
-    # What is captured in a graph is computed when the graph runs, in memory of its own; and of the per-thread default
-    # stream nobody can say whether it is the one of before.
-    return not tensors[0].is_cuda or not (
-        torch.cuda.is_current_stream_capturing() or _stream_of(tensors[0]) == PER_THREAD_STREAM
-    )
+    # On other streams than the default one memory may be a graph's, and who reads would have to wait for who makes.
+    return _stream_of(tensors[0]) == 0 and not any(tensor.is_inference() for tensor in tensors)
 
 
 def _stream_of(tensor: Tensor) -> int:
-    """The current stream of the tensor's device: another one would have to wait for what this one makes."""
+    """CUDA's handle of the current stream of the tensor's device; the default one is 0."""
     return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
 
 

@@ -19,9 +19,6 @@ WARPGROUP_THREADS = 128
 #: Bytes that addresses and strides must be multiples of for TMA.
 TMA_ALIGNMENT = 16
 
-#: CUDA's handle of the per-thread default stream: the same number for another stream in each thread.
-PER_THREAD_STREAM = 2
-
 #: (head_dim, head_dim_v) of the tile classes. The real dims are bounds of a call: TMA fills the rest of a tile
 #: with zeros and does not write what lies beyond the output.
 TILE_CLASSES = ((64, 64), (96, 96), (128, 128), (64, 256), (192, 128), (192, 192), (256, 256))

@@ -73,6 +73,22 @@ def test_a_captured_backward_replays_with_new_inputs(deterministic, make):
                 torch.testing.assert_close(gradient, expected, rtol=2**-7, atol=1e-3)
 
 
+def test_torch_compile_may_put_forward_and_backward_into_graphs_of_its_own(make):
+    """Its check that a graph's memory holds nothing but results is on by default."""
+    compiled = torch.compile(
+        lambda q, k, v: fa3.flash_attn_func(q, k, v, causal=True), mode="reduce-overhead", fullgraph=True
+    )
+    for _ in range(5):
+        q, k, v = (x.requires_grad_() for x in make(2, 512, 512, 4, 4, 64))
+        torch.compiler.cudagraph_mark_step_begin()
+        out = compiled(q, k, v)
+        dout = torch.randn_like(out)
+        found = [x.clone() for x in torch.autograd.grad(out, (q, k, v), dout)]
+        expected = torch.autograd.grad(fa3.flash_attn_func(q, k, v, causal=True), (q, k, v), dout)
+        for gradient, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(gradient, wanted, rtol=2**-7, atol=1e-3)
+
+
 def test_backwards_on_two_streams_do_not_disturb_each_other(make):
     problems = [make(2, 600, 700, 8, 2, 128), make(3, 500, 900, 4, 4, 64)]
     douts = [torch.randn_like(q) for q, _, _ in problems]

@@ -27,7 +27,7 @@ from fa3.mods import MaskMod, ScoreMod
 from fa3.options import Options
 from fa3.plan import MAX_COLUMNS, DeviceFacts
 from fa3.problem import Problem, check_forward
-from fa3.spec import PER_THREAD_STREAM, TMA_ALIGNMENT, BackwardSpec, ForwardSpec
+from fa3.spec import TMA_ALIGNMENT, BackwardSpec, ForwardSpec
 
 #: TMA strides are below 2**40 bytes, sizes at most 2**32; the kernel counts rows in int32.
 MAX_STRIDE_BYTES = 2**40
@@ -58,7 +58,8 @@ class _Launch:
 
 
 _launches: dict[Any, _Launch] = {}
-_streams: dict[tuple[int, int], tuple[Tensor, ctypes.c_void_p]] = {}
+#: Of the default stream of each device.
+_counters: dict[int, tuple[Tensor, ctypes.c_void_p]] = {}
 _facts: dict[int, DeviceFacts] = {}
 
 # A CPU build of torch has neither; nobody calls them there.
@@ -293,20 +294,18 @@ def _enqueue(
 def counter_and_stream(device: int) -> tuple[Tensor, ctypes.c_void_p]:
     """The scheduler's counter, 0 between launches, and the framework's current stream of the current device.
 
-    Launches on one stream follow each other and share one. Those in a captured graph get their own, zeroed by the
-    graph, since a graph may be replayed on any stream; and those on the per-thread default stream do, since its
-    handle means another stream in each thread. A handle of a stream made outside PyTorch must not be destroyed, and
-    its number come back for a new one, while a call still runs.
+    Launches on the default stream follow each other and share one, which is kept. All others get their own: a graph may
+    be replayed on any stream, and torch.compile warms up on one of its own, where memory that is kept would be the
+    graph's. The handle of the per-thread default stream means another stream in each thread, and that of a stream made
+    outside PyTorch may come back for a new one.
     """
     raw = _current_stream(device)
-    if raw == PER_THREAD_STREAM or _capturing():
+    if raw or _capturing():
         return torch.zeros(COUNTER_BYTES // 4, dtype=torch.int32, device=device), ctypes.c_void_p(raw)
-    known = _streams.get((device, raw))
+    known = _counters.get(device)
     if known is None:
         counter = torch.zeros(COUNTER_BYTES // 4, dtype=torch.int32, device=device)
-        if len(_streams) >= MAX_REMEMBERED:
-            _streams.clear()
-        known = _streams[device, raw] = (counter, ctypes.c_void_p(raw))
+        known = _counters[device] = (counter, ctypes.c_void_p(raw))
     return known
 
 
