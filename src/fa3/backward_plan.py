@@ -161,15 +161,6 @@ def make_backward_specs(
     )  # fmt: skip
 
 
-#: Keys, at most, at which with 64 columns and a causal mask a fixed order of the sums of dQ is the faster one: the last
-#: keys come first then, and blocks reach a query tile one after the other. At 4096 it makes no odds.
-ORDERED_KEYS = 1024
-
-
-def _order_is_faster(problem: Problem, kind: tuple[int, int], modified: bool) -> bool:
-    return kind == (64, 64) and problem.mask == "causal" and not modified and problem.seqlen_k <= ORDERED_KEYS
-
-
 def plan_backward(
     problem: Problem, device: DeviceFacts, derivative: str = "", deterministic: bool = False
 ) -> BackwardPlan:
@@ -193,7 +184,7 @@ def plan_backward(
         kind,
         problem.mask,
         tiles,
-        deterministic=deterministic or _order_is_faster(problem, kind, modified),
+        deterministic=deterministic,
         softcap=problem.softcap > 0.0,
         score_mod=problem.score_mod,
         derivative=derivative if problem.score_mod else "",
