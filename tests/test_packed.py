@@ -184,6 +184,7 @@ def test_an_empty_qkv_has_an_empty_gradient():
         ((2, 9, 12, 16), None, TypeError, r"^num_heads_q is None"),
         ((2, 9, 12, 16), 5, ValueError, r"^num_heads_q=5: qkv has 12 heads in all"),
         ((2, 9, 12, 16), 14, ValueError, r"^num_heads_q=14: qkv has 12 heads in all"),
+        ((2, 9, 12, 16), 12, ValueError, r"^num_heads_q=12: qkv has 12 heads in all, .* heads_kv at least 1"),
         ((2, 9, 12, 16), -2, ValueError, r"^num_heads_q=-2: allowed are 0 and up"),
         ((2, 9, 12, 16), 4.0, TypeError, r"^num_heads_q=4\.0: must be an int"),
         ((2, 9, 12, 16), True, TypeError, r"^num_heads_q=True: must be an int"),

@@ -117,10 +117,11 @@ def unpack(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor
             "num_heads_q is None: a qkv of 4 dims, (batch, seqlen, heads_q + 2 * heads_kv, head_dim), wants it"
         )
     heads_kv = (qkv.shape[2] - num_heads_q) // 2
-    if not 0 <= num_heads_q <= qkv.shape[2] or num_heads_q + 2 * heads_kv != qkv.shape[2]:
+    nothing_left = heads_kv == 0 and num_heads_q > 0
+    if not 0 <= num_heads_q <= qkv.shape[2] or num_heads_q + 2 * heads_kv != qkv.shape[2] or nothing_left:
         raise ValueError(
             f"{named('num_heads_q', num_heads_q)}: qkv has {qkv.shape[2]} heads in all, which must be "
-            "num_heads_q + 2 * heads_kv"
+            "num_heads_q + 2 * heads_kv, with heads_kv at least 1"
         )
     q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], dim=2)
     return q, k, v
