@@ -49,7 +49,7 @@ from .parts.backward_work import (
     KeyWork,
     Rows,
 )
-from .parts.extras import extra_types, name_extra_numbers
+from .parts.extras import extra_types, name_extra_numbers, score_factors
 from .parts.mask import Mask
 from .parts.work import Consumer, Load
 
@@ -154,14 +154,7 @@ class BackwardKernel(KeyProducer, KeyProducts, KeyScores, KeySums, KeyEpilogue):
             batch, heads_q, heads, parts, group, m_blocks, n_blocks, m_blocks * group, section, levels,
             n_blocks * heads * batch, Mask(seqlen_q, seqlen_k, left, right, chunk),
         )  # fmt: skip
-        # As in the forward: with a cap, scores become the tanh of themselves, and the cap the softmax scale; a
-        # score_mod gets real scores, so nothing is left to scale.
-        softcap = numbers["softcap"]
-        tanh_factor, mod_factor, scale = Float32(0.0), Float32(0.0), softmax_scale
-        if const_expr(spec.softcap):
-            tanh_factor, scale = softmax_scale / softcap, softcap
-        if const_expr(spec.score_mod):
-            mod_factor, scale = scale, Float32(1.0)
+        tanh_factor, mod_factor, scale = score_factors(spec, numbers["softcap"], softmax_scale)
         extras = KeyExtras(
             tanh_factor, mod_factor, numbers["score_aux"], numbers["mask_aux"], numbers["blocks"], numbers["list_turns"]
         )

@@ -30,7 +30,7 @@ from fa3.spec import WARPGROUP_THREADS, WGMMA_ROWS, QueryGradientSpec
 from .forward import DTYPES, REGISTERS
 from .parts import barriers, copies, layout, products, query_scores, scores, softmax, tiles
 from .parts.backward_epilogue import write_tile
-from .parts.extras import extra_types, name_extra_numbers
+from .parts.extras import extra_types, name_extra_numbers, score_factors
 from .parts.mask import Mask
 from .parts.producer import Producer
 from .parts.query_work import QueryLoads, QueryOperands, QueryPlace, QueryRows, QueryShared, QueryStore
@@ -125,13 +125,7 @@ class QueryGradientKernel(Producer):
             batch, seqlen_q, Int32(0), heads_q, heads_q // heads_kv, Int32(1), m_blocks, section, levels,
             m_blocks * heads_q * batch, Mask(seqlen_q, seqlen_k, left, right, chunk),
         )  # fmt: skip
-        # As in the forward: with a cap, scores become the tanh of themselves, and the cap the softmax scale; a
-        # score_mod gets real scores, so nothing is left to scale.
-        tanh_factor, mod_factor, scale = Float32(0.0), Float32(0.0), softmax_scale
-        if const_expr(spec.softcap):
-            tanh_factor, scale = softmax_scale / numbers["softcap"], numbers["softcap"]
-        if const_expr(spec.score_mod):
-            mod_factor, scale = scale, Float32(1.0)
+        tanh_factor, mod_factor, scale = score_factors(spec, numbers["softcap"], softmax_scale)
         extras = Extras(
             Int64(0), Int32(0), tanh_factor, mod_factor, numbers["score_aux"], numbers["mask_aux"], numbers["blocks"]
         )

@@ -29,7 +29,7 @@ from fa3.spec import WARPGROUP_THREADS, WGMMA_ROWS, ForwardSpec
 
 from .parts import barriers, copies, layout, products, ptx, rows, scores, softmax, tiles
 from .parts.epilogue import Epilogue
-from .parts.extras import extra_types, name_extra_numbers
+from .parts.extras import extra_types, name_extra_numbers, score_factors
 from .parts.mask import Mask
 from .parts.producer import Producer
 from .parts.work import Consumer, Extras, Load, Loads, Operands, PackedRows, Shared, Sizes, Store, Work
@@ -165,14 +165,7 @@ class ForwardKernel(Producer, Epilogue):
             batch, tile_rows, first_row, heads, group, in_one, m_blocks, section, levels, m_blocks * heads * batch,
             Mask(seqlen_q, seqlen_k, left, right, chunk),
         )  # fmt: skip
-        # With a cap, scores become the tanh of themselves, and the cap the softmax scale; a score_mod gets real
-        # scores, so nothing is left to scale.
-        softcap = numbers["softcap"]
-        tanh_factor, mod_factor, scale = Float32(0.0), Float32(0.0), softmax_scale
-        if const_expr(self.spec.softcap):
-            tanh_factor, scale = softmax_scale / softcap, softcap
-        if const_expr(self.spec.score_mod):
-            mod_factor, scale = scale, Float32(1.0)
+        tanh_factor, mod_factor, scale = score_factors(self.spec, numbers["softcap"], softmax_scale)
         extras = Extras(
             sink, sink_bytes, tanh_factor, mod_factor, numbers["score_aux"], numbers["mask_aux"], numbers["blocks"]
         )

@@ -44,3 +44,19 @@ def name_extra_numbers(spec: ForwardSpec | BackwardSpec | QueryGradientSpec, num
     if spec.softcap:
         (named["softcap"],) = named["softcap"]
     return named
+
+
+def score_factors(
+    spec: ForwardSpec | BackwardSpec | QueryGradientSpec, softcap: Float32, softmax_scale: Float32
+) -> tuple[Float32, Float32, Float32]:
+    """What scores are multiplied by before the hyperbolic tangent, before ``score_mod``, and in the softmax.
+
+    With a cap, scores become the tanh of themselves, and the cap the softmax scale; a score_mod gets real scores, so
+    nothing is left to scale.
+    """
+    tanh_factor, mod_factor, scale = Float32(0.0), Float32(0.0), softmax_scale
+    if spec.softcap:
+        tanh_factor, scale = softmax_scale / softcap, softcap
+    if spec.score_mod:
+        mod_factor, scale = scale, Float32(1.0)
+    return tanh_factor, mod_factor, scale
