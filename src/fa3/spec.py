@@ -185,8 +185,8 @@ class ForwardSpec(_Spec):
         kv = self.tile_n * (self.stages * (self.head_dim + self.head_dim_v) + self.transpose_stages * self.head_dim_v)
         qv = self.tile_m * self.head_dim_v if self.qv else 0
         rows = self.tile_m * (self.head_dim * element + own_columns * OUT_BYTES) if own_columns else self.q_out_bytes
-        # 1 KB for barriers: the tiles after them begin at a multiple of it.
-        return element * (kv + qv) + rows + 1024
+        # 1 KB for barriers: the tiles after them begin at a multiple of it; FP8 takes a few ones beside them.
+        return element * (kv + qv) + rows + (2048 if self.fp8 else 1024)
 
     @property
     def q_out_bytes(self) -> int:

@@ -25,7 +25,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from fa3.spec import FP8, WARPGROUP_THREADS, WGMMA_ROWS, ForwardSpec
+from fa3.spec import FP8, FP8_KEYS, WARPGROUP_THREADS, WGMMA_ROWS, ForwardSpec
 
 from .parts import (
     barriers,
@@ -242,6 +242,10 @@ class ForwardKernel(Producer, Epilogue):
         """O += P V of one warpgroup, P from registers, V with its columns contiguous, of FP8 with its keys."""
         return products.make_mma(self.dtype, self.head_dim_v, warpgroup.OperandSource.RMEM, self.v_major)
 
+    def sums_mma(self) -> cute.TiledMma:
+        """Row sums of P, eight times: its product with ones."""
+        return products.make_mma(self.dtype, products.SUM_COLUMNS, warpgroup.OperandSource.RMEM, OperandMajorMode.K)
+
     # ------------------------------------------------------------------ device
 
     @cute.kernel
@@ -288,6 +292,8 @@ class ForwardKernel(Producer, Epilogue):
         if const_expr(not spec.out_has_own_tile):
             q_elements = self.spec.q_out_bytes * 8 // self.dtype.width
             out_elements = 0
+        ones_shape = (products.SUM_COLUMNS, FP8_KEYS, 1)
+        ones_smem = copies.shared_layout(self.dtype, ones_shape, OperandMajorMode.K) if const_expr(spec.fp8) else None
         v_rows_elements = cute.cosize(v_rows_smem) if self.transposes else 0
 
         @cute.struct
@@ -306,6 +312,7 @@ class ForwardKernel(Producer, Epilogue):
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, q_elements], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_smem)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_smem)], 1024]
+            ones: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ones_smem) if spec.fp8 else 0], 1024]
             v_rows: cute.struct.Align[cute.struct.MemRange[self.dtype, v_rows_elements], 1024]
             out: cute.struct.Align[cute.struct.MemRange[self.out_dtype, out_elements], 1024]
             qv: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(qv_smem) if spec.qv else 0], 1024]
@@ -323,6 +330,7 @@ class ForwardKernel(Producer, Epilogue):
             storage.v_rows.get_tensor(v_rows_smem.outer, swizzle=v_rows_smem.inner)
             if const_expr(self.transposes)
             else None,
+            storage.ones.get_tensor(ones_smem.outer, swizzle=ones_smem.inner) if const_expr(spec.fp8) else None,
         )
         extras = extras._replace(
             score_aux=scores.make_aux(spec.score_aux, extras.score_aux),
@@ -364,6 +372,12 @@ class ForwardKernel(Producer, Epilogue):
                     cute.arch.mbarrier_init(supply.full + s, 1)
                     cute.arch.mbarrier_init(supply.empty + s, 4 * self.groups + transposers)
             cute.arch.mbarrier_init_fence()
+        if const_expr(spec.fp8):
+            if thread < cute.cosize(ones_smem) // 4:
+                word = cute.make_tensor(cute.recast_ptr(storage.ones.data_ptr(), dtype=Int32) + thread, 1)
+                word[0] = Int32(0x38383838)  # 1.0 four times
+            # Visible to the tensor core.
+            cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
 
         # Tiles of the global tensors: (rows, columns, tile, head, batch).
@@ -444,6 +458,14 @@ class ForwardKernel(Producer, Epilogue):
             output,
             cute.make_rmem_tensor(output.layout, Float32) if const_expr(self.spec.promote) else output,
         )
+        if const_expr(self.spec.fp8):
+            sums_mma = self.sums_mma()
+            ones = sums_mma.make_fragment_B(sums_mma.get_slice(0).partition_B(shared.ones))
+            sums = cute.make_rmem_tensor(sums_mma.partition_shape_C((WGMMA_ROWS, products.SUM_COLUMNS)), Float32)
+            operands = operands._replace(
+                next_p=layout.make_probability_operand(self.tile_n, self.dtype), ones=ones, sums=sums,
+                share_inverse=cute.make_rmem_tensor(1, Float32),
+            )  # fmt: skip
         state = self.softmax_state.make(scale_log2)
 
         if const_expr(self.spec.pingpong):
@@ -518,9 +540,11 @@ class ForwardKernel(Producer, Epilogue):
             barriers.wait_full(loads.v_ready.full, last, self.stages)
             v_tile = self.tile_at(operands.v, last)
             accumulate = self.goes_on(end - first)
-            products.issue(self.pv_mma(), operands.partial, operands.p, v_tile, accumulate)
+            self.issue_pv(operands, v_tile, accumulate)
             warpgroup.wait_group(0)
             barriers.release(loads.v_ready.empty, last, self.stages)
+            if const_expr(self.spec.fp8):
+                state.add_sums(operands.sums, self.share_inverse_of(operands))
             if const_expr(self.spec.promote):
                 products.add_up(operands.output, operands.partial)
         elif const_expr(self.spec.out_has_own_tile and not self.spec.pack_gqa):
@@ -618,19 +642,25 @@ class ForwardKernel(Producer, Epilogue):
         if const_expr(self.spec.pingpong):
             barriers.give_turn(me.group, self.groups)
         if const_expr(not first):
-            products.issue(self.pv_mma(), operands.partial, operands.p, v_tile, self.goes_on(count))
+            self.issue_pv(operands, v_tile, self.goes_on(count))
 
         # With overlap only the scores are waited for: PV runs on under the softmax.
         warpgroup.wait_group(1 if const_expr(self.spec.overlap and not first) else 0)
         barriers.release(loads.k.empty, position, self.stages)
         moved = self.softmax_step(work, me, operands.scores, state, step, masked, factors)
 
+        if const_expr(self.spec.fp8):
+            products.round_to_fp8(operands.scores, operands.next_p)
         # At the first step the output is still zero: the references may move without a rescale.
         if const_expr(not first):
-            if const_expr(self.spec.overlap):
+            if const_expr(self.spec.overlap and self.spec.fp8):
+                ptx.keep_words_before_here(products.any_of(operands.next_p))
+            elif const_expr(self.spec.overlap):
                 ptx.keep_before_here(state.total[0] + state.total[1])
             warpgroup.wait_group(0)
             barriers.release(loads.v_ready.empty, position - 1, self.stages)
+            if const_expr(self.spec.fp8):
+                state.add_sums(operands.sums, self.share_inverse_of(operands))
             if const_expr(self.spec.promote):
                 if count % self.spec.promote == 0:
                     products.add_up(operands.output, operands.partial)
@@ -638,10 +668,30 @@ class ForwardKernel(Producer, Epilogue):
                 softmax.scale_rows(layout.rows_and_columns(operands.output), state.factor)
                 if const_expr(self.spec.promote):
                     softmax.scale_rows(layout.rows_and_columns(operands.partial), state.factor)
+                if const_expr(self.spec.fp8):
+                    state.scale_total()
         if const_expr(self.spec.fp8):
-            products.round_to_fp8(operands.scores, operands.p)
+            # Bytes of a sink are even.
+            products.copy_words(operands.next_p, operands.p, work.extras.sink_bytes & 1)
+            if const_expr(self.spec.key_block):
+                operands.share_inverse[0] = factors.share_inverse
         else:
             products.round_to(self.dtype, operands.scores, operands.p)
+
+    @cute.jit
+    def issue_pv(self, operands: Operands, v_tile: cute.Tensor, accumulate: Boolean | bool):
+        """Issue the PV product, of FP8 with the row sums of P."""
+        if const_expr(self.spec.fp8):
+            products.issue_with_row_sums(
+                self.pv_mma(), operands.partial, operands.p, v_tile, accumulate,
+                self.sums_mma(), operands.sums, operands.ones,
+            )  # fmt: skip
+        else:
+            products.issue(self.pv_mma(), operands.partial, operands.p, v_tile, accumulate)
+
+    def share_inverse_of(self, operands: Operands) -> Float32 | None:
+        """What the sums of the tile of probabilities are multiplied by; with one scale a head nothing."""
+        return operands.share_inverse[0] if self.spec.key_block else None
 
     def goes_on(self, count: Int32) -> Boolean | bool:
         """Whether PV product number ``count`` of a tile of work, from 1 on, adds to what the ones before it made."""

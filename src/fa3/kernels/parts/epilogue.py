@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from fa3.spec import WGMMA_ROWS, ForwardSpec
 
-from . import barriers, layout, products, rows, softmax
+from . import barriers, layout, products, rows, softmax, transpose
 from .work import Consumer, Load, Shared, Store, Work
 
 
@@ -71,7 +71,11 @@ class Epilogue:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             barriers.sync_group(me.group)
             values = cute.make_tensor(rounded.iterator + part * cute.size(part_layout), part_layout)
-            cute.copy(copy, copy_slice.retile(values), copy_slice.partition_D(out_tile))
+            if const_expr(self.spec.transpose_stages):
+                row = layout.first_row(me.warp, me.lane)
+                transpose.store_sorted(Int32(out_tile.iterator.toint()), values, row, me.lane, columns)
+            else:
+                cute.copy(copy, copy_slice.retile(values), copy_slice.partition_D(out_tile))
             # Ordinary writes must be visible to TMA before the thread that issues the store goes on.
             cute.arch.fence_proxy("async.shared", space="cta")
             barriers.sync_group(me.group)

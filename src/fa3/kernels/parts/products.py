@@ -29,6 +29,10 @@ def make_mma(
     return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(dtype, Float32, shape, a_source, a_major, b_major))
 
 
+#: Columns of ones whose product with P makes row sums, as few as WGMMA takes.
+SUM_COLUMNS = 8
+
+
 @cute.jit
 def issue(
     mma: cute.TiledMma,
@@ -43,6 +47,29 @@ def issue(
     for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
         cute.gemm(mma, accumulator, a[None, None, k], b[None, None, k], accumulator)
         mma.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def issue_with_row_sums(
+    mma: cute.TiledMma,
+    accumulator: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    accumulate: Boolean | bool,
+    sums_mma: cute.TiledMma,
+    sums: cute.Tensor,
+    ones: cute.Tensor,
+):
+    """Issue accumulator (+)= A B and sums = A 1, the row sums of A, as one group of WGMMAs."""
+    warpgroup.fence()
+    mma.set(warpgroup.Field.ACCUMULATE, accumulate)
+    sums_mma.set(warpgroup.Field.ACCUMULATE, False)
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        cute.gemm(mma, accumulator, a[None, None, k], b[None, None, k], accumulator)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        cute.gemm(sums_mma, sums, a[None, None, k], ones[None, None, 0, 0], sums)
+        sums_mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
 
 
@@ -67,6 +94,28 @@ def round_to_fp8(values: cute.Tensor, target: cute.Tensor):
         row, pair = i % 2, i // 2
         left, right = 8 * pair + 2 * row, 8 * pair + 4 + 2 * row
         words[i] = ptx.pack_four(source[left], source[left + 1], source[right], source[right + 1])
+
+
+@cute.jit
+def copy_words(source: cute.Tensor, target: cute.Tensor, zero: Int32):
+    """target = source, of two fragments alike.
+
+    ``zero`` is 0, which the assembler must not know: without an operation it would let source and target share their
+    registers, and then, since source is written while a product reads target, run one product after the other.
+    """
+    words, copies = (cute.recast_tensor(layout.flat(fragment), Int32) for fragment in (source, target))
+    for i in cutlass.range_constexpr(cute.size(words)):
+        copies[i] = words[i] ^ zero
+
+
+@cute.jit
+def any_of(words: cute.Tensor) -> Int32:
+    """All words of a fragment or'ed together."""
+    values = cute.recast_tensor(layout.flat(words), Int32)
+    result = values[0]
+    for i in cutlass.range_constexpr(1, cute.size(values)):
+        result = result | values[i]
+    return result
 
 
 @cute.jit

@@ -23,6 +23,18 @@ def keep_before_here(nonnegative: Float32):
     )
 
 
+def keep_words_before_here(words: Int32):
+    """The same for words of e4m3 that are not negative: the sign bit of ``words`` is never set."""
+    cute.arch.inline_ptx(
+        "{\n.reg .pred is_negative;\n"
+        "setp.lt.s32 is_negative, {$r0}, 0;\n"
+        ".reg .b32 nowhere;\n"
+        "mov.b32 nowhere, 0;\n"
+        "@is_negative st.volatile.shared.b32 [nowhere], {$r0};\n}",
+        read_only_args=[words],
+    )
+
+
 def pack_pair(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Int32:
     """Round two float32 to fp16 or bf16, to nearest even, ``low`` in the lower half of the result.
 
@@ -57,6 +69,13 @@ def load_matrices_transposed(address: Int32) -> tuple[Int32, Int32, Int32, Int32
         "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Int32] * 4,
         read_only_args=[address],
+    )
+
+
+def store_pair(address: Int32, first: Int32, second: Int32):
+    """Two words to shared memory; the address is a multiple of 8 bytes."""
+    cute.arch.inline_ptx(
+        "st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second]
     )
 
 

@@ -1,8 +1,10 @@
 """The online softmax of FP8: scores with a factor for each tile, probabilities that fill the range of e4m3.
 
-As `fa3.kernels.parts.softmax`, with two differences. The reference is kept in log2 units, since the factor of the
-scores may change from tile to tile. And probabilities are larger by a power of two, so that those at the limit at which
+As `fa3.kernels.parts.softmax`, with three differences. The reference is kept in log2 units, since the factor of the
+scores may change from tile to tile. Probabilities are larger by a power of two, so that those at the limit at which
 the reference moves come to the largest number of e4m3: the offset is lower by as much, which row sum and LSE follow.
+And the row sums are products of the rounded probabilities with ones, by the tensor core, tile by tile: they cost the
+warps nothing, and a row that one key dominates is divided by the very number that it was multiplied by.
 """
 
 from __future__ import annotations
@@ -46,7 +48,6 @@ class State(softmax.State):
             offset = (Float32(0.0) if new == -Float32.inf else new) - Float32(ROOM - threshold)
             past = -Float32.inf if old == -Float32.inf else self.offset[r]
             self.factor[r] = cute.math.exp2(past - offset, fastmath=True)
-            self.total[r] = self.total[r] * self.factor[r]
             self.reference[r] = new
             self.offset[r] = offset
 
@@ -58,11 +59,29 @@ class State(softmax.State):
 
     @cute.jit
     def exponentiate_with(self, scores: cute.Tensor, factor: Float32, factors: Factors):
-        """Turn a tile of scores into probabilities, times the share of its scale of v, and add up the row sums."""
+        """Turn a tile of scores into probabilities, times the share of its scale of v."""
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            if const_expr(factors.share_log2 is None):
-                softmax.exponentiate(scores[r, None], factor, self.offset[r])
-                self.total[r] = self.total[r] + softmax.row_sum(scores[r, None])
-            else:
-                softmax.exponentiate(scores[r, None], factor, self.offset[r] - factors.share_log2)
-                self.total[r] = self.total[r] + softmax.row_sum(scores[r, None]) * factors.share_inverse
+            offset = self.offset[r]
+            if const_expr(factors.share_log2 is not None):
+                offset = offset - factors.share_log2
+            softmax.exponentiate(scores[r, None], factor, offset)
+
+    @cute.jit
+    def add_sums(self, sums: cute.Tensor, share_inverse: Float32 | None):
+        """Add the row sums of a tile, an accumulator whose columns are alike."""
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            of_row = sums[2 * r]
+            if const_expr(share_inverse is not None):
+                of_row = of_row * share_inverse
+            self.total[r] = self.total[r] + of_row
+
+    @cute.jit
+    def scale_total(self):
+        """Let the row sums follow references that moved."""
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            self.total[r] = self.total[r] * self.factor[r]
+
+    @cute.jit
+    def sum_up(self):
+        """The row sums are complete in every lane."""
+        self.factor.fill(1.0)

@@ -133,6 +133,8 @@ class Shared(NamedTuple):
     v_keys: cute.Tensor | None
     #: Tiles of v before they are transposed; only where they are.
     v_rows: cute.Tensor | None = None
+    #: Ones, (8, 32): of FP8.
+    ones: cute.Tensor | None = None
 
 
 class Operands(NamedTuple):
@@ -149,6 +151,12 @@ class Operands(NamedTuple):
     output: cute.Tensor
     #: What the PV products add up to: the output, or a part of it that is added to it in float32 now and then.
     partial: cute.Tensor
+    #: Of FP8: the probabilities of the step before they take the place of ``p``; the ones by whose product with ``p``
+    #: the tensor core makes row sums, and the sums; what the sums of ``p`` are multiplied by, if anything.
+    next_p: cute.Tensor | None = None
+    ones: cute.Tensor | None = None
+    sums: cute.Tensor | None = None
+    share_inverse: cute.Tensor | None = None
 
 
 class RowScales(NamedTuple):
