@@ -775,7 +775,9 @@ class ForwardKernel(Producer, Epilogue):
         elif masked:
             self.hide(work, me, view, step)
         if const_expr(self.spec.fp8):
-            moved = state.must_move_to(view, scale_log2)
+            if const_expr(self.spec.key_block):
+                state.set_limits(scale_log2)
+            moved = state.must_move(view)
             if moved:
                 state.move_to(view, scale_log2, self.spec.rescale_threshold)
             state.exponentiate_with(view, scale_log2, factors)

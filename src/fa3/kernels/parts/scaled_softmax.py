@@ -27,15 +27,14 @@ class State(softmax.State):
     """Softmax state of the rows that one thread holds; ``reference`` is in log2 units."""
 
     @cute.jit
-    def must_move_to(self, scores: cute.Tensor, factor: Float32) -> Boolean:
-        """Whether a row of this warp, (2 rows, columns) a thread, has a score beyond its limit."""
+    def set_limits(self, factor: Float32):
+        """Set the limits of scores that have this factor."""
         inverse = cute.arch.rcp_approx(factor)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             # -inf where the row has seen no key: then every score is beyond it.
             seen = self.reference[r] != -Float32.inf
             limit = (self.offset[r] + Float32(ROOM)) * inverse if seen else -Float32.inf
             self.limit_bits[r] = softmax.limit_of(limit, Float32(0.0))
-        return cute.arch.vote_any_sync(softmax.exceeds(scores, self.limit_bits))
 
     @cute.jit
     def move_to(self, scores: cute.Tensor, factor: Float32, threshold: cutlass.Constexpr):
@@ -50,6 +49,7 @@ class State(softmax.State):
             self.factor[r] = cute.math.exp2(past - offset, fastmath=True)
             self.reference[r] = new
             self.offset[r] = offset
+        self.set_limits(factor)
 
     @cute.jit
     def multiply(self, scale: Float32):

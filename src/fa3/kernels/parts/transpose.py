@@ -29,14 +29,24 @@ CHUNK = 16
 
 
 @cute.jit
-def place_in_tile(row: Int32, column: Int32, rows: cutlass.Constexpr, span: cutlass.Constexpr) -> Int32:
-    """Byte at which an element lies in a swizzled tile of ``rows`` rows, whose columns are cut into parts of ``span``.
+def place_in_tile(
+    row: Int32,
+    first_row: Int32 | int,
+    column: Int32,
+    rows: cutlass.Constexpr,
+    span: cutlass.Constexpr,
+    first_column: cutlass.Constexpr = 0,
+) -> Int32:
+    """Byte at which element (first_row + row, first_column + column) lies in a swizzled tile of ``rows`` rows.
 
-    ``column`` is a multiple of 16. As `fa3.kernels.parts.copies.shared_layout` lays out 8-bit tiles.
+    Columns are cut into parts of ``span`` bytes, as `fa3.kernels.parts.copies.shared_layout` lays out 8-bit tiles.
+    ``first_row`` is a multiple of 8, ``first_column`` of 32, ``column`` of 16, and within a part with ``first_column``.
     """
-    linear = column // span * (rows * span) + row * span + column % span
-    # The chunk of 16 bytes in its line changes place with the line's number among 8, 4 or 2.
-    return linear ^ ((linear >> 7) % (span // CHUNK) * CHUNK)
+    chunk = first_column % span + column % span
+    # The chunk of 16 bytes in its line of 128 changes place with the line's number among 8, 4 or 2.
+    key = row * span // 128 % (span // CHUNK) * CHUNK
+    part = (first_column // span + column // span) * (rows * span)
+    return part + first_row * span + row * span + (chunk ^ key)
 
 
 @cute.jit
@@ -44,46 +54,42 @@ def transpose_tile(
     source: Int32, target: Int32, keys: cutlass.Constexpr, columns: cutlass.Constexpr, warp: Int32, lane: Int32
 ):
     """Transpose a tile; the addresses are of shared memory, multiples of 1024 bytes, ``warp`` is 0 to ``WARPS`` - 1."""
-    units = columns // COLUMNS * (keys // KEYS)
-    # A loop at run time: unrolled, the compiler keeps the addresses of all units, and has no registers for them.
-    for first in cutlass.range(warp, units - (AT_ONCE - 1) * WARPS, AT_ONCE * WARPS, unroll=1):
-        # All loads before the first store: they wait for shared memory together.
-        words = [load_unit(source, keys, columns, first + i * WARPS, lane) for i in range(AT_ONCE)]
-        for i in cutlass.range_constexpr(AT_ONCE):
-            store_unit(target, keys, columns, first + i * WARPS, lane, words[i])
-    last = warp + (units - warp + WARPS - 1) // WARPS // AT_ONCE * AT_ONCE * WARPS
-    for unit in cutlass.range(last, units, WARPS, unroll=1):
-        store_unit(target, keys, columns, unit, lane, load_unit(source, keys, columns, unit, lane))
+    # Each warp has columns of its own: of the places, all but a few numbers are then known when this is compiled.
+    for i in cutlass.range_constexpr((columns // COLUMNS + WARPS - 1) // WARPS):
+        column = (warp + i * WARPS) * COLUMNS
+        if const_expr((i + 1) * WARPS * COLUMNS <= columns):
+            transpose_columns(source, target, keys, columns, column, lane)
+        elif column < columns:
+            transpose_columns(source, target, keys, columns, column, lane)
 
 
 @cute.jit
-def load_unit(source: Int32, keys: cutlass.Constexpr, columns: cutlass.Constexpr, unit: Int32, lane: Int32) -> tuple:
-    """Four words of ``KEYS`` keys x ``COLUMNS`` columns."""
-    across = columns // COLUMNS
-    key, column = unit // across * KEYS, unit % across * COLUMNS
-    return ptx.load_matrices_transposed(source + place_in_tile(key + lane, column, keys, swizzle_span(columns)))
-
-
-@cute.jit
-def store_unit(
-    target: Int32, keys: cutlass.Constexpr, columns: cutlass.Constexpr, unit: Int32, lane: Int32, words: tuple
+def transpose_columns(
+    source: Int32, target: Int32, keys: cutlass.Constexpr, columns: cutlass.Constexpr, column: Int32, lane: Int32
 ):
-    """Sort the words' bytes and store them.
+    """Transpose ``COLUMNS`` columns of a tile.
 
-    Of 16 columns first the even ones become rows, then the odd ones: a matrix is then 8 rows next to each other, which
-    do not meet in the banks of shared memory. The epilogue puts the columns of the output back into order.
+    First the even ones of them become rows, then the odd ones: a matrix is then 8 rows next to each other, which do not
+    meet in the banks of shared memory. The epilogue puts the columns of the output back into order.
     """
-    across = columns // COLUMNS
-    key, column = unit // across * KEYS, unit % across * COLUMNS
-    first, second, third, fourth = words
-    place = place_in_tile(column + lane % COLUMNS, key + lane // COLUMNS * CHUNK, columns, swizzle_span(keys))
-    ptx.store_matrices(
-        target + place,
-        Int32(cute.arch.prmt(first, second, 0x6420)),
-        Int32(cute.arch.prmt(first, second, 0x7531)),
-        Int32(cute.arch.prmt(third, fourth, 0x6420)),
-        Int32(cute.arch.prmt(third, fourth, 0x7531)),
-    )
+    for first in cutlass.range_constexpr(0, keys, AT_ONCE * KEYS):
+        some = range(first, min(first + AT_ONCE * KEYS, keys), KEYS)
+        # All loads before the first store: they wait for shared memory together.
+        words = [
+            ptx.load_matrices_transposed(source + place_in_tile(lane, key, column, keys, swizzle_span(columns)))
+            for key in some
+        ]
+        for i in cutlass.range_constexpr(len(some)):
+            row, slot = lane % COLUMNS, lane // COLUMNS * CHUNK
+            place = place_in_tile(row, column, slot, columns, swizzle_span(keys), some[i])
+            one, two, three, four = words[i]
+            ptx.store_matrices(
+                target + place,
+                Int32(cute.arch.prmt(one, two, 0x6420)),
+                Int32(cute.arch.prmt(one, two, 0x7531)),
+                Int32(cute.arch.prmt(three, four, 0x6420)),
+                Int32(cute.arch.prmt(three, four, 0x7531)),
+            )
 
 
 @cute.jit
@@ -101,8 +107,9 @@ def store_sorted(target: Int32, output: cute.Tensor, row: Int32, lane: Int32, co
         for r in cutlass.range_constexpr(layout.ROWS_PER_THREAD):
             # Columns 4 * t and 4 * t + 2 of the block, and those behind them.
             even, odd = words[4 * block + r], words[4 * block + 2 + r]
-            byte = 2 * COLUMNS * block + 8 * (lane % 4)
-            place = place_in_tile(row + 8 * r, byte // CHUNK * CHUNK, WGMMA_ROWS, span) + byte % CHUNK
+            byte = 8 * (lane % 4)
+            place = place_in_tile(row, 8 * r, byte // CHUNK * CHUNK, WGMMA_ROWS, span, 2 * COLUMNS * block)
+            place = place + byte % CHUNK
             ptx.store_pair(
                 target + place, Int32(cute.arch.prmt(even, odd, 0x5410)), Int32(cute.arch.prmt(even, odd, 0x7632))
             )
