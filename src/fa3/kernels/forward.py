@@ -41,6 +41,7 @@ from .parts import (
     tiles,
     transpose,
 )
+from .parts.ahead import ScoresAhead
 from .parts.epilogue import Epilogue
 from .parts.extras import extra_types, name_extra_numbers, score_factors
 from .parts.mask import Mask
@@ -60,7 +61,7 @@ for _consumers, (_producer, _consumer) in (*REGISTERS.items(), *TRANSPOSING_REGI
 DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, FP8: cutlass.Float8E4M3FN}
 
 
-class ForwardKernel(Producer, Epilogue):
+class ForwardKernel(Producer, Epilogue, ScoresAhead):
     """Host launch and device code of one ``ForwardSpec``."""
 
     def __init__(self, spec: ForwardSpec):
@@ -465,6 +466,7 @@ class ForwardKernel(Producer, Epilogue):
             operands = operands._replace(
                 next_p=layout.make_probability_operand(self.tile_n, self.dtype), ones=ones, sums=sums,
                 share_inverse=cute.make_rmem_tensor(1, Float32),
+                next_scores=cute.make_rmem_tensor(operands.scores.layout, Float32) if self.spec.ahead else None,
             )  # fmt: skip
         state = self.softmax_state.make(scale_log2)
 
@@ -531,8 +533,11 @@ class ForwardKernel(Producer, Epilogue):
             barriers.wait_full(loads.q.full + me.group, work.done, 1)
 
         if first < end:
-            self.step(work, first, Int32(0), me, loads, operands, state, masked=True, first=True)
-            self.attend_steps(work, me, group_row, first + 1, end, loads, operands, state)
+            if const_expr(self.spec.ahead):
+                self.attend_steps_ahead(work, me, group_row, first, end, loads, operands, state)
+            else:
+                self.step(work, first, Int32(0), me, loads, operands, state, masked=True, first=True)
+                self.attend_steps(work, me, group_row, first + 1, end, loads, operands, state)
             if const_expr(self.spec.out_has_own_tile and not self.spec.pack_gqa):
                 barriers.release(loads.q.empty + me.group, work.done, 1)
 
@@ -554,6 +559,18 @@ class ForwardKernel(Producer, Epilogue):
                 self.skip_step(work, step, me, loads)
 
     @cute.jit
+    def whole_steps(self, work: Work, group_row: Int32) -> tuple[Int32, Int32]:
+        """(first, one past the last) step of a group's rows whose key tile no mask but a ``mask_mod`` cuts."""
+        sizes = work.sizes
+        first_whole, end_whole = work.cut_steps, work.key_tiles
+        if const_expr(self.mask != "blocks"):
+            last_row = cutlass.min(group_row + WGMMA_ROWS, sizes.rows) - 1
+            queries = self.query_of(sizes, group_row), self.query_of(sizes, last_row)
+            begin_tile, end_tile = sizes.mask.whole_key_tiles(*queries, self.tile_n, self.mask)
+            first_whole, end_whole = work.last_tile + 1 - end_tile, work.last_tile + 1 - begin_tile
+        return first_whole, end_whole
+
+    @cute.jit
     def attend_steps(
         self,
         work: Work,
@@ -568,12 +585,7 @@ class ForwardKernel(Producer, Epilogue):
         """The steps after the first: those whose key tile has a key that a row does not see need masking."""
         sizes = work.sizes
         if const_expr(self.mask in ("window", "blocks") or (self.mask_mod is not None)):
-            first_whole, end_whole = work.cut_steps, work.key_tiles
-            if const_expr(self.mask != "blocks"):
-                last_row = cutlass.min(group_row + WGMMA_ROWS, sizes.rows) - 1
-                queries = self.query_of(sizes, group_row), self.query_of(sizes, last_row)
-                begin_tile, end_tile = sizes.mask.whole_key_tiles(*queries, self.tile_n, self.mask)
-                first_whole, end_whole = work.last_tile + 1 - end_tile, work.last_tile + 1 - begin_tile
+            first_whole, end_whole = self.whole_steps(work, group_row)
             for step in cutlass.range(start, end, unroll=1):
                 cut = True
                 if const_expr(self.mask == "blocks" or self.mask_mod is None):
@@ -659,24 +671,34 @@ class ForwardKernel(Producer, Epilogue):
                 ptx.keep_before_here(state.total[0] + state.total[1])
             warpgroup.wait_group(0)
             barriers.release(loads.v_ready.empty, position - 1, self.stages)
-            if const_expr(self.spec.fp8):
-                state.add_sums(operands.sums, self.share_inverse_of(operands))
-            if const_expr(self.spec.promote):
-                if count % self.spec.promote == 0:
-                    products.add_up(operands.output, operands.partial)
-            if moved:
-                softmax.scale_rows(layout.rows_and_columns(operands.output), state.factor)
-                if const_expr(self.spec.promote):
-                    softmax.scale_rows(layout.rows_and_columns(operands.partial), state.factor)
-                if const_expr(self.spec.fp8):
-                    state.scale_total()
+            self.add_tile(operands, state, count, moved)
         if const_expr(self.spec.fp8):
-            # Bytes of a sink are even.
-            products.copy_words(operands.next_p, operands.p, work.extras.sink_bytes & 1)
-            if const_expr(self.spec.key_block):
-                operands.share_inverse[0] = factors.share_inverse
+            self.keep_p(work, operands, factors)
         else:
             products.round_to(self.dtype, operands.scores, operands.p)
+
+    @cute.jit
+    def add_tile(self, operands: Operands, state: softmax.State, count: Int32, moved: Boolean):
+        """After PV product number ``count``: bring sums up to date, and all sums to references that moved since."""
+        if const_expr(self.spec.fp8):
+            state.add_sums(operands.sums, self.share_inverse_of(operands))
+        if const_expr(self.spec.promote):
+            if count % self.spec.promote == 0:
+                products.add_up(operands.output, operands.partial)
+        if moved:
+            softmax.scale_rows(layout.rows_and_columns(operands.output), state.factor)
+            if const_expr(self.spec.promote):
+                softmax.scale_rows(layout.rows_and_columns(operands.partial), state.factor)
+            if const_expr(self.spec.fp8):
+                state.scale_total()
+
+    @cute.jit
+    def keep_p(self, work: Work, operands: Operands, factors: scales.Factors):
+        """Let the rounded probabilities of FP8 be the operand of the next PV product."""
+        # Bytes of a sink are even.
+        products.copy_words(operands.next_p, operands.p, work.extras.sink_bytes & 1)
+        if const_expr(self.spec.key_block):
+            operands.share_inverse[0] = factors.share_inverse
 
     @cute.jit
     def issue_pv(self, operands: Operands, v_tile: cute.Tensor, accumulate: Boolean | bool):

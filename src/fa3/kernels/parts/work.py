@@ -157,6 +157,8 @@ class Operands(NamedTuple):
     ones: cute.Tensor | None = None
     sums: cute.Tensor | None = None
     share_inverse: cute.Tensor | None = None
+    #: With scores ahead: those of the next step.
+    next_scores: cute.Tensor | None = None
 
 
 class RowScales(NamedTuple):
