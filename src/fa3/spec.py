@@ -108,7 +108,6 @@ class ForwardSpec(_Spec):
         key_block: keys of a block of k and v of e4m3 that share a scale; with 0 there is one scale a head.
         transpose_stages: v tiles of e4m3 in shared memory that wait for their transposition; with 0 v comes
             transposed.
-        ahead: the scores of block j+1 are multiplied while the softmax of block j runs: e4m3 alone, without ``pingpong``.
         promote: every so many key tiles the output of e4m3, which the tensor core adds up with 14 bits or so, is added
             to sums in float32; 0: never.
     """
@@ -137,7 +136,6 @@ class ForwardSpec(_Spec):
     key_block: int = 0
     transpose_stages: int = 0
     promote: int = 0
-    ahead: bool = False
 
     @property
     def causal(self) -> bool:
@@ -204,7 +202,6 @@ class ForwardSpec(_Spec):
                 ("w", self.warp_specialized),
                 ("p", self.pingpong),
                 ("o", self.overlap),
-                ("a", self.ahead),
             )
             if on
         )
@@ -247,7 +244,7 @@ class ForwardSpec(_Spec):
     def _check_fp8(self) -> None:
         if not self.fp8:
             _check_kind(self, TILE_CLASSES)
-            for name in ("out_dtype", "key_block", "transpose_stages", "promote", "ahead"):
+            for name in ("out_dtype", "key_block", "transpose_stages", "promote"):
                 if getattr(self, name):
                     raise ValueError(f"{name}={getattr(self, name)!r}: goes with dtype {FP8!r} alone")
             return
@@ -264,8 +261,6 @@ class ForwardSpec(_Spec):
             raise ValueError("transpose_stages without warp_specialized: the producer's warps transpose")
         if self.key_block % self.tile_n:
             raise ValueError(f"key_block={self.key_block}: must be a multiple of tile_n={self.tile_n}, or 0")
-        if self.ahead and (self.pingpong or not self.overlap or not self.warp_specialized or self.stages < 2):
-            raise ValueError("ahead=True: goes with overlap, warp_specialized and 2 stages on, and without pingpong")
         if self.promote < 0:
             raise ValueError(f"promote={self.promote}: allowed are 0 and up")
 

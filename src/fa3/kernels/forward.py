@@ -41,7 +41,6 @@ from .parts import (
     tiles,
     transpose,
 )
-from .parts.ahead import ScoresAhead
 from .parts.epilogue import Epilogue
 from .parts.extras import extra_types, name_extra_numbers, score_factors
 from .parts.mask import Mask
@@ -61,7 +60,7 @@ for _consumers, (_producer, _consumer) in (*REGISTERS.items(), *TRANSPOSING_REGI
 DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, FP8: cutlass.Float8E4M3FN}
 
 
-class ForwardKernel(Producer, Epilogue, ScoresAhead):
+class ForwardKernel(Producer, Epilogue):
     """Host launch and device code of one ``ForwardSpec``."""
 
     def __init__(self, spec: ForwardSpec):
@@ -466,7 +465,7 @@ class ForwardKernel(Producer, Epilogue, ScoresAhead):
             operands = operands._replace(
                 next_p=layout.make_probability_operand(self.tile_n, self.dtype), ones=ones, sums=sums,
                 share_inverse=cute.make_rmem_tensor(1, Float32),
-                next_scores=cute.make_rmem_tensor(operands.scores.layout, Float32) if self.spec.ahead else None,
+                arrived=cute.make_rmem_tensor(2, Int32),
             )  # fmt: skip
         state = self.softmax_state.make(scale_log2)
 
@@ -533,11 +532,8 @@ class ForwardKernel(Producer, Epilogue, ScoresAhead):
             barriers.wait_full(loads.q.full + me.group, work.done, 1)
 
         if first < end:
-            if const_expr(self.spec.ahead):
-                self.attend_steps_ahead(work, me, group_row, first, end, loads, operands, state)
-            else:
-                self.step(work, first, Int32(0), me, loads, operands, state, masked=True, first=True)
-                self.attend_steps(work, me, group_row, first + 1, end, loads, operands, state)
+            self.step(work, first, Int32(0), me, loads, operands, state, masked=True, first=True)
+            self.attend_steps(work, me, group_row, first + 1, end, loads, operands, state)
             if const_expr(self.spec.out_has_own_tile and not self.spec.pack_gqa):
                 barriers.release(loads.q.empty + me.group, work.done, 1)
 
@@ -637,11 +633,17 @@ class ForwardKernel(Producer, Epilogue, ScoresAhead):
         position = work.position + step
         factors = self.factors_of(work, me, step)
         # All that the products need is there before the turn is taken: nothing else holds them up.
-        barriers.wait_full(loads.k.full, position, self.stages)
-        if const_expr(self.spec.qv):
-            barriers.wait_full(loads.v_ready.full, position, self.stages)
-        if const_expr(not first):
-            barriers.wait_full(loads.v_ready.full, position - 1, self.stages)
+        if const_expr(self.spec.fp8 and not first):
+            if operands.arrived[0] == 0:
+                barriers.wait_full(loads.k.full, position, self.stages)
+            if operands.arrived[1] == 0:
+                barriers.wait_full(loads.v_ready.full, position - 1, self.stages)
+        else:
+            barriers.wait_full(loads.k.full, position, self.stages)
+            if const_expr(self.spec.qv):
+                barriers.wait_full(loads.v_ready.full, position, self.stages)
+            if const_expr(not first):
+                barriers.wait_full(loads.v_ready.full, position - 1, self.stages)
         k_tile = self.tile_at(operands.k, position)
         v_tile = self.tile_at(operands.v, position - 1)
         if const_expr(self.spec.pingpong):
@@ -651,17 +653,23 @@ class ForwardKernel(Producer, Epilogue, ScoresAhead):
             v_keys = self.tile_at(operands.v_keys, position)
             products.issue(self.qk_mma(), operands.scores, operands.qv, v_keys, accumulate=True)
         # The next group's scores may line up behind this one's: its PV product then fills the gap between the two.
-        if const_expr(self.spec.pingpong):
+        # Those of FP8 come and go so fast that all groups would then do softmax at once.
+        if const_expr(self.spec.pingpong and not self.spec.fp8):
             barriers.give_turn(me.group, self.groups)
         if const_expr(not first):
             self.issue_pv(operands, v_tile, self.goes_on(count))
 
         # With overlap only the scores are waited for: PV runs on under the softmax.
         warpgroup.wait_group(1 if const_expr(self.spec.overlap and not first) else 0)
+        if const_expr(self.spec.pingpong and self.spec.fp8):
+            barriers.give_turn(me.group, self.groups)
         barriers.release(loads.k.empty, position, self.stages)
         moved = self.softmax_step(work, me, operands.scores, state, step, masked, factors)
 
         if const_expr(self.spec.fp8):
+            # Asked early, the next step does not wait for the answer.
+            operands.arrived[0] = barriers.has_arrived(loads.k.full, position + 1, self.stages)
+            operands.arrived[1] = barriers.has_arrived(loads.v_ready.full, position, self.stages)
             products.round_to_fp8(operands.scores, operands.next_p)
         # At the first step the output is still zero: the references may move without a rescale.
         if const_expr(not first):

@@ -8,6 +8,8 @@ from cutlass import Int32, Uint32
 
 from fa3.spec import WARPGROUP_THREADS
 
+from . import ptx
+
 
 class NamedBarrier(IntEnum):
     """Hardware barriers 1 to 15; barrier 0 is the block's own."""
@@ -34,6 +36,12 @@ def phase_of(position: Int32, stages: int) -> Int32:
 def wait_full(barrier: cute.Pointer, position: Int32, stages: cutlass.Constexpr):
     """Wait until the tile at ``position`` has arrived in its stage."""
     cute.arch.mbarrier_wait(barrier + stage_of(position, stages), phase_of(position, stages))
+
+
+@cute.jit
+def has_arrived(barrier: cute.Pointer, position: Int32, stages: cutlass.Constexpr) -> Int32:
+    """1 if the tile at ``position`` has arrived in its stage, else 0: a look that does not wait."""
+    return ptx.has_completed(barrier + stage_of(position, stages), phase_of(position, stages))
 
 
 @cute.jit

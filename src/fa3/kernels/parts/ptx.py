@@ -105,6 +105,18 @@ def unpack(pair: Int32, half: int, dtype: type[cutlass.Numeric]) -> Float32:
 
 
 @cute.jit
+def has_completed(barrier: cute.Pointer, parity: Int32) -> Int32:
+    """1 if the phase of this parity of an mbarrier is over, else 0; waits for nothing."""
+    return cute.arch.inline_ptx(
+        "{\n.reg .pred over;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 over, [{$r0}], {$r1};\n"
+        "selp.s32 {$w0}, 1, 0, over;\n}",
+        write_only_types=[Int32],
+        read_only_args=[Int32(barrier.toint()), parity],
+    )
+
+
+@cute.jit
 def load_acquire(address: Int64) -> Int32:
     """Read an int32 of global memory; what another block wrote before its release of this value is then visible."""
     return cute.arch.inline_ptx(

@@ -157,8 +157,8 @@ class Operands(NamedTuple):
     ones: cute.Tensor | None = None
     sums: cute.Tensor | None = None
     share_inverse: cute.Tensor | None = None
-    #: With scores ahead: those of the next step.
-    next_scores: cute.Tensor | None = None
+    #: Whether K of the next step, and V of this one, have been seen to be there.
+    arrived: cute.Tensor | None = None
 
 
 class RowScales(NamedTuple):
