@@ -74,7 +74,7 @@ def test_a_window_that_is_the_causal_mask_is_the_causal_mask(qkv, options):
 
 
 def test_an_option_that_is_not_built_is_named(qkv):
-    with pytest.raises(NotImplementedError, match="^num_splits.*is not built yet"):
+    with pytest.raises(NotImplementedError, match=r"^num_splits.*is not built yet"):
         fa3.flash_attn_func(*qkv, num_splits=2)
 
 

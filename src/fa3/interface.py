@@ -35,7 +35,7 @@ _function_modes = torch._C._len_torch_function_stack
 _functorch_transform = torch._C._functorch.peek_interpreter_stack
 
 
-def _check_int(name: str, value: object, least: int, allowed: str) -> int:
+def check_int(name: str, value: object, least: int, allowed: str) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{named(name, value)}: must be an int, not {type(value).__name__}")
     if value < least:
@@ -50,8 +50,8 @@ def _check_window(window_size: object) -> tuple[int, int]:
         raise TypeError(f"{named('window_size', window_size)}: must be {pair}, not {type(window_size).__name__}")
     if len(window_size) != 2:
         raise ValueError(f"{named('window_size', window_size)}: must be {pair}")
-    left = _check_int("window_size[0]", window_size[0], -1, "-1 (open) and up")
-    right = _check_int("window_size[1]", window_size[1], -1, "-1 (open) and up")
+    left = check_int("window_size[0]", window_size[0], -1, "-1 (open) and up")
+    right = check_int("window_size[1]", window_size[1], -1, "-1 (open) and up")
     return left, right
 
 
@@ -59,7 +59,7 @@ def _is_open(*window_size: object) -> bool:
     return len(window_size) == 2 and window_size[0] is _MINUS_ONE and window_size[1] is _MINUS_ONE
 
 
-def _check_options(causal: bool, given: dict[str, Any]) -> tuple[bool, Options | None]:
+def check_options(causal: bool, given: dict[str, Any]) -> tuple[bool, Options | None]:
     """Check the kinds of all arguments but q, k, v and the scale; returns the causal flag in force and the options.
 
     The options are ``None`` where they come to nothing. Numbers may be of any type that registers as one
@@ -87,7 +87,7 @@ def _check_options(causal: bool, given: dict[str, Any]) -> tuple[bool, Options |
     if cap == 0.0 and softcap != 0:
         raise ValueError("softcap is too small for a float: must be 0 (none), or a positive float")
     splits = given["num_splits"]
-    if _check_int("num_splits", splits, 0, "0 (automatic) and 1") > 1:
+    if check_int("num_splits", splits, 0, "0 (automatic) and 1") > 1:
         raise NotImplementedError(f"{named('num_splits', splits)} is not built yet: allowed are 0 and 1")
     if given["block_mask"] is not None and given["mask_mod"] is not None:
         raise ValueError("block_mask and mask_mod are both given: a block mask has a mask_mod of its own")
@@ -103,12 +103,12 @@ def _check_options(causal: bool, given: dict[str, Any]) -> tuple[bool, Options |
     options = Options(
         window_left=left,
         window_right=-1 if causal else right,
-        attention_chunk=_check_int("attention_chunk", given["attention_chunk"], 0, "0 (none) and up"),
+        attention_chunk=check_int("attention_chunk", given["attention_chunk"], 0, "0 (none) and up"),
         softcap=cap,
         sink=given["sink"] if given["s_aux"] is None else given["s_aux"],
         qv=given["qv"],
         pack_gqa=given["pack_gqa"],
-        sm_margin=_check_int("sm_margin", given["sm_margin"], 0, "0 and up"),
+        sm_margin=check_int("sm_margin", given["sm_margin"], 0, "0 and up"),
         deterministic=given["deterministic"],
         score_mod=given["score_mod"],
         mask_mod=given["mask_mod"],
@@ -263,7 +263,7 @@ def flash_attn_func(
         and mask_mod is None
         and block_mask is None
     ):
-        causal, options = _check_options(
+        causal, options = check_options(
             causal,
             {
                 "qv": qv,
@@ -365,7 +365,7 @@ def flash_attn_qkvpacked_func(
         NotImplementedError, FA3Error: as `flash_attn_func`.
     """
     if num_heads_q is not None:
-        num_heads_q = _check_int("num_heads_q", num_heads_q, 0, "0 and up")
+        num_heads_q = check_int("num_heads_q", num_heads_q, 0, "0 and up")
     check_tensors(qkv=qkv)
     if not (_is_grad_enabled() and qkv.requires_grad):
         q, k, v = unpack(qkv, num_heads_q)
@@ -394,7 +394,7 @@ def flash_attn_qkvpacked_func(
         and mask_mod is None
         and block_mask is None
     ):
-        causal, options = _check_options(
+        causal, options = check_options(
             causal,
             {
                 "qv": None,

@@ -17,13 +17,16 @@ Everything is float32: of values above ``FLT_MAX / n`` (1e36 for n = 256) sums o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+#: What `quantize_tensor` is: its arguments but the first by name.
+Quantizer = Callable[..., tuple[Tensor, Tensor]]
 
 E4M3 = torch.float8_e4m3fn
 #: Largest magnitude of e4m3.
@@ -395,3 +398,30 @@ class QuantizedQKV:
         if isinstance(self.block, tuple) and isinstance(other.block, tuple):
             block = (self.block[0], other.block[1])
         return replace(other, q=self.q, q_scale=self.q_scale, block=block)
+
+
+def quantize_qkv(
+    quantize: Quantizer,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rope: tuple[Tensor, Tensor] | None = None,
+    interleaved: bool = False,
+    seed: int | None = None,
+    block: tuple[int, int] | str = "head",
+    v_layout: str = "row",
+) -> QuantizedQKV:
+    """q, k and v by a quantizer of tensors; the arguments are those of `fa3.quantize_qkv`, taken as checked."""
+    of_q, of_k = (block, block) if isinstance(block, str) else block
+    rotation = {"rotate": seed is not None, "seed": seed or 0, "rope": rope, "interleaved": interleaved}
+    first = 0 if rope is None else k.shape[1] - q.shape[1]
+    q_values, q_scale = quantize(q, rows=of_q, first_position=first, transpose=False, **rotation)
+    k_values, k_scale = quantize(k, rows=of_k, first_position=0, transpose=False, **rotation)
+    v_values, v_scale = quantize(
+        v, rows=of_k, rotate=False, seed=0, rope=None, interleaved=False, first_position=0,
+        transpose=v_layout == "transposed",
+    )  # fmt: skip
+    v_scale_max = None
+    if isinstance(block, tuple):
+        v_scale_max = v_scale.amax(dim=-1) if v_scale.shape[-1] else v_scale.new_zeros(v_scale.shape[:2])
+    return QuantizedQKV(q_values, k_values, v_values, q_scale, k_scale, v_scale, v_scale_max, block, v_layout, seed)
