@@ -25,7 +25,7 @@ ROWS = {name: rows for rows, name in _NAMES.items()}
 
 _library.define(
     "quantize(Tensor x, Tensor? cos, Tensor? sin, int rows, bool rotate, int seed, bool interleaved, "
-    "int first_position, bool transpose) -> (Tensor, Tensor)"
+    "int first_position, bool transpose, bool power_of_two) -> (Tensor, Tensor)"
 )
 # A seed that is None: not incoherent. What q_block, k_block, v_transposed, out_dtype and two_level of the options say
 # is how to quantize and to compute; ``whole`` makes "tensor" of "head".
@@ -50,11 +50,14 @@ def quantize_tensor(
     interleaved: bool,
     first_position: int,
     transpose: bool,
+    power_of_two: bool,
 ) -> tuple[Tensor, Tensor]:
     """`fa3.quantization.quantize_tensor` as an operator, by the backend of the device of x. It has no gradient."""
     cos, sin = (None, None) if rope is None else rope
     number = rows if isinstance(rows, int) else ROWS[rows]
-    return torch.ops.fa3.quantize(x, cos, sin, number, rotate, seed, interleaved, first_position, transpose)
+    return torch.ops.fa3.quantize(
+        x, cos, sin, number, rotate, seed, interleaved, first_position, transpose, power_of_two
+    )
 
 
 def fp8_options(x: QuantizedQKV, out_dtype: str, two_level: bool | None) -> Fp8:
@@ -107,6 +110,7 @@ def _quantize(
     interleaved: bool,
     first_position: int,
     transpose: bool,
+    power_of_two: bool,
 ) -> tuple[Tensor, Tensor]:
     values, scale = backends.quantizer_for(x)(
         x,
@@ -117,6 +121,7 @@ def _quantize(
         interleaved=interleaved,
         first_position=first_position,
         transpose=transpose,
+        power_of_two=power_of_two,
     )
     # One scale in all may be one number expanded, of which an operator's answer may not be made.
     return values, scale.contiguous()
@@ -211,6 +216,7 @@ def _fake_quantize(
     interleaved: bool,
     first_position: int,
     transpose: bool,
+    power_of_two: bool,
 ) -> tuple[Tensor, Tensor]:
     batch, seqlen, heads, head_dim = x.shape
     shape = (batch, heads, head_dim, seqlen + -seqlen % SLOTS) if transpose else x.shape

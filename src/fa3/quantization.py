@@ -6,7 +6,8 @@ This is the definition; the kernel that quantizes on Hopper GPUs is measured aga
 2. Incoherent processing, if asked for (Shah et al., arXiv:2407.08608, section 3.3): x becomes ``H D x`` with D random
    signs and H a Hadamard matrix, by butterflies in float32 (`rotate`). (H D q) · (H D k) = n (q · k): outliers of a
    column are spread over n of them, and scores stay what they are.
-3. ``amax`` is the largest finite magnitude of a block of rows, of a head or of all, and at least `SMALLEST_AMAX`.
+3. ``amax`` is the largest finite magnitude of a block of rows, of a head or of all, and at least `SMALLEST_AMAX`; for
+   blocks of V rounded up to a power of two times 448 (`round_up_amax`).
 4. e4m3 is ``x * (448 / amax)``, rounded to nearest even, saturating at 448; what is not finite becomes NaN.
 5. The scale is ``amax * float32(1 / (448 sqrt(n)))``, n = 1 for what was not rotated, so that ``e4m3 * scale`` is x,
    rotated by an orthogonal matrix.
@@ -35,6 +36,8 @@ E4M3_MAX = 448.0
 #: What a smaller amax counts as, 0 too: the products of scales with each other and with softmax_scale stay normal
 #: float32 numbers, and a block of zeros never has the largest scale of its head, to which others are compared.
 SMALLEST_AMAX = 2.0**-40
+#: What a larger one is rounded to: the largest float32 number that is a power of two times 448.
+LARGEST_AMAX = 448.0 * 2.0**119
 
 #: Rows that may share a scale.
 BLOCK_ROWS = (64, 128)
@@ -160,6 +163,19 @@ def _amax(x: Tensor, rows: int | str) -> Tensor:
     return of_heads if rows == "head" or not of_heads.numel() else of_heads.amax().expand(batch, heads)
 
 
+def round_up_amax(amax: Tensor) -> Tensor:
+    """The smallest power of two times 448 that is at least ``amax``, but not above `LARGEST_AMAX`; a normal float32.
+
+    Kernels multiply probabilities by a block's scale of V over the largest of its head before they round them to e4m3.
+    The probability of the key with the largest score so far is 1, which only a power of two leaves without error: with
+    any other ratio, rows that one key rules lose more than blocks gain. q and k are better off without: the largest
+    value of a block becomes 448, of which nothing is rounded off.
+    """
+    bits = amax.clamp_max(LARGEST_AMAX).view(torch.int32)
+    # 448 is 1.75 * 2^8: a fraction above 1.75 goes to the next exponent, every other up to 1.75.
+    return (((bits + 0x1FFFFF) & 0x7F800000) | 0x600000).view(torch.float32)
+
+
 def _of_rows(scale: Tensor, rows: int, seqlen: int) -> Tensor:
     """Scales of blocks or heads as a factor of (batch, seqlen, heads, d)."""
     if scale.dim() == 2:
@@ -188,6 +204,7 @@ def quantize_tensor(
     interleaved: bool = False,
     first_position: int = 0,
     transpose: bool = False,
+    power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Quantize q, k or v to e4m3; the arguments are taken as checked.
 
@@ -201,6 +218,7 @@ def quantize_tensor(
         interleaved: which elements make a pair there.
         first_position: position of row 0 there.
         transpose: return V^T in the order of `transposed`.
+        power_of_two: round amax up, so that scales (of what is not rotated) are powers of two.
 
     Returns:
         e4m3 (batch, seqlen, heads, d), contiguous, or with ``transpose`` (batch, heads, d, round_up(seqlen, 16)); and
@@ -212,6 +230,8 @@ def quantize_tensor(
     if rotate:
         values = hadamard(values * signs(seed, head_dim, x.device))
     amax = _amax(values, rows).clamp_min(SMALLEST_AMAX)
+    if power_of_two:
+        amax = round_up_amax(amax)
     # torch.div: a number over a tensor would be the tensor's reciprocal times the number, which rounds twice.
     inverse = torch.div(torch.full_like(amax, E4M3_MAX), amax)
     quantized = to_e4m3(values * _of_rows(inverse, rows if isinstance(rows, int) else 0, x.shape[1]))
@@ -413,13 +433,16 @@ def quantize_qkv(
 ) -> QuantizedQKV:
     """q, k and v by a quantizer of tensors; the arguments are those of `fa3.quantize_qkv`, taken as checked."""
     of_q, of_k = (block, block) if isinstance(block, str) else block
-    rotation = {"rotate": seed is not None, "seed": seed or 0, "rope": rope, "interleaved": interleaved}
+    rotation = {
+        "rotate": seed is not None, "seed": seed or 0, "rope": rope, "interleaved": interleaved, "transpose": False,
+        "power_of_two": False,
+    }  # fmt: skip
     first = 0 if rope is None else k.shape[1] - q.shape[1]
-    q_values, q_scale = quantize(q, rows=of_q, first_position=first, transpose=False, **rotation)
-    k_values, k_scale = quantize(k, rows=of_k, first_position=0, transpose=False, **rotation)
+    q_values, q_scale = quantize(q, rows=of_q, first_position=first, **rotation)
+    k_values, k_scale = quantize(k, rows=of_k, first_position=0, **rotation)
     v_values, v_scale = quantize(
         v, rows=of_k, rotate=False, seed=0, rope=None, interleaved=False, first_position=0,
-        transpose=v_layout == "transposed",
+        transpose=v_layout == "transposed", power_of_two=isinstance(block, tuple),
     )  # fmt: skip
     v_scale_max = None
     if isinstance(block, tuple):
