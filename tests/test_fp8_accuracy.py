@@ -54,10 +54,11 @@ def test_it_helps_less_where_only_columns_of_k_are_large(by_kind):
 
 
 def test_blocks_and_incoherent_processing_together_are_at_or_below_each_alone(by_kind):
-    for found in by_kind.values():
+    for kind, found in by_kind.items():
         # Draws differ by some percent.
         assert found["block, incoherent"] < 1.05 * min(found["tensor, incoherent"], found["head, incoherent"])
-        assert found["block, incoherent"] < 1.05 * found["block"]
+        # Of large columns of k alone, what rotation gains, blocks gain as well.
+        assert found["block, incoherent"] < (1.2 if kind == "key channels" else 1.0) * found["block"]
 
 
 def test_scales_of_v_that_are_powers_of_two_are_why_blocks_lose_nothing():
