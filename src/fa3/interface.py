@@ -155,6 +155,23 @@ def _are_plain(options: Options) -> bool:
     )
 
 
+def nobody_watches(q: Tensor, k: Tensor, v: Tensor, options: Options | None) -> bool:
+    """Whether a backend may be called past the operators, as `flash_attn_func` says, which has this written out."""
+    return (
+        not _is_dynamo_compiling()
+        and type(q) is type(k) is type(v) is Tensor
+        and not (_is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
+        and not _dispatch_modes()
+        and not _function_modes()
+        and not _is_profiling()
+        and not _is_jit_tracing()
+        and _functorch_transform() is None
+        and forward_ad._current_level < 0
+        and (options is None or _are_plain(options))
+    )
+
+
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
