@@ -24,7 +24,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from fa3 import backends
 from fa3.backends import tiled
-from fa3.options import Options
+from fa3.options import Options, fp8_of, out_dtype_of
 from fa3.problem import check_forward, check_kinds
 from fa3.schemas import AUX, OPTIONS, QV, SINK, flatten, unflatten, unpack
 
@@ -128,7 +128,7 @@ def _call_backend(
     return compute(q, k, v, softmax_scale, causal, return_lse)
 
 
-def _call_backward(
+def call_backward(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -141,6 +141,7 @@ def _call_backward(
     *arguments: Any,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor | None, ...]:
+    _refuse_gradients_of_e4m3(q)
     options = unflatten(arguments)
     # Whoever walks the graph may want determinism, not only who made it.
     if torch.are_deterministic_algorithms_enabled():
@@ -149,17 +150,17 @@ def _call_backward(
     return compute(dout, dlse, q, k, v, out, lse, softmax_scale, causal, options, into)
 
 
-def _present(tensors: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
+def present(tensors: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
     """An operator may return no ``None``: an empty tensor stands for it."""
     return tuple(like.new_empty(0) if tensor is None else tensor for tensor in tensors)
 
 
 def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
-    return _call_backward(*arguments)[:3]
+    return call_backward(*arguments)[:3]
 
 
 def _backward_options(dout: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return _present(_call_backward(dout, *rest), dout)
+    return present(call_backward(dout, *rest), dout)
 
 
 def _forward_packed(qkv: Tensor, num_heads_q: int | None, *rest: Any) -> Tensor:
@@ -176,7 +177,7 @@ def _call_backward_packed(
     dqkv = qkv.new_empty(qkv.shape)
     # Nothing is put together afterwards: the backend writes each gradient where it belongs.
     into = unpack(dqkv, num_heads_q)
-    _, _, _, *others = _call_backward(dout, dlse, *unpack(qkv, num_heads_q), *rest, into=into)
+    _, _, _, *others = call_backward(dout, dlse, *unpack(qkv, num_heads_q), *rest, into=into)
     return dqkv, *others
 
 
@@ -185,7 +186,7 @@ def _backward_packed(*arguments: Any) -> Tensor | None:
 
 
 def _backward_packed_options(dout: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return _present(_call_backward_packed(dout, *rest), dout)
+    return present(_call_backward_packed(dout, *rest), dout)
 
 
 for _name, _kernel in (
@@ -208,7 +209,7 @@ for _name, _kernel in (
 # Fakes: shapes and dtypes without the numbers -----------------------------------------------------------------------
 
 
-def _check_fakes(
+def check_fakes(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, arguments: tuple[Any, ...]
 ) -> None:
     """Errors as the kernels raise them. Sizes that are symbols wait for the kernel: a check here would guard them."""
@@ -220,11 +221,18 @@ def _check_fakes(
         check_forward(q, k, v, softmax_scale, causal, options=options)
 
 
+def _fake_out(q: Tensor, v: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+    options = unflatten(arguments)
+    fp8 = fp8_of(q.dtype, options)
+    head_dim_v = v.shape[3 if fp8 is None or not fp8.v_transposed else 2]
+    return q.new_empty(q.shape[0], q.shape[1], q.shape[2], head_dim_v, dtype=out_dtype_of(q.dtype, options))
+
+
 @torch.library.register_fake("fa3::forward", lib=_library)
 @torch.library.register_fake("fa3::forward.options", lib=_library)
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, *options: Any) -> Tensor:
-    _check_fakes(q, k, v, softmax_scale, causal, options)
-    return q.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
+    check_fakes(q, k, v, softmax_scale, causal, options)
+    return _fake_out(q, v, options)
 
 
 @torch.library.register_fake("fa3::forward_lse", lib=_library)
@@ -232,8 +240,8 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, 
 def _fake_forward_lse(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    _check_fakes(q, k, v, softmax_scale, causal, options)
-    out = q.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
+    check_fakes(q, k, v, softmax_scale, causal, options)
+    out = _fake_out(q, v, options)
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=tiled.accumulator_dtype(q.dtype))
     return out, lse
 
@@ -251,18 +259,19 @@ def _fake_backward(
     causal: bool,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    _check_fakes(q, k, v, softmax_scale, causal, options)
+    _refuse_gradients_of_e4m3(q)
+    check_fakes(q, k, v, softmax_scale, causal, options)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _fake_sink_and_qv(q: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
+def fake_sink_and_qv(q: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
     sink, qv, *_ = *options[SINK : QV + 1], None, None
     return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (sink, qv))
 
 
 @torch.library.register_fake("fa3::backward.options", lib=_library)
 def _fake_backward_options(dout: Tensor, dlse: Tensor | None, q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return *_fake_backward(dout, dlse, q, *rest), *_fake_sink_and_qv(q, rest[6:])
+    return *_fake_backward(dout, dlse, q, *rest), *fake_sink_and_qv(q, rest[6:])
 
 
 @torch.library.register_fake("fa3::forward_packed", lib=_library)
@@ -290,19 +299,33 @@ def _fake_backward_packed_options(
     dout: Tensor, dlse: Tensor | None, qkv: Tensor, num_heads_q: int | None, *rest: Any
 ) -> tuple[Tensor, ...]:
     dqkv = _fake_backward_packed(dout, dlse, qkv, num_heads_q, *rest)
-    return dqkv, *_fake_sink_and_qv(qkv, rest[4:])
+    return dqkv, *fake_sink_and_qv(qkv, rest[4:])
 
 
 # Autograd -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Pair:
-    """A forward operator that returns the LSE, the operator of its gradients, and how many arguments are its inputs."""
+class Pair:
+    """A forward operator that returns the LSE, and the operator of its gradients.
+
+    Attributes:
+        inputs: arguments before the softmax scale.
+        differentiable: how many of them, from the first on, have gradients; sink and qv follow those.
+    """
 
     forward: Any
     backward: Any
     inputs: int
+    differentiable: int
+
+
+def _refuse_gradients_of_e4m3(q: Tensor) -> None:
+    if q.dtype is torch.float8_e4m3fn:
+        raise NotImplementedError(
+            "flash_attn_func has no gradients of a call in e4m3, by any of its inputs: detach them or use "
+            "torch.no_grad(); flash_attn_fp8_func takes 16-bit q, k and v, quantizes them itself, and has gradients"
+        )
 
 
 def _refuse_gradients_of_modifications(options: tuple[Any, ...]) -> None:
@@ -352,7 +375,7 @@ class _Attention(_Function):
     """Calls an operator below autograd, and answers with its gradients when some come back."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: torch._C.DispatchKeySet, pair: _Pair, return_lse: bool, *arguments: Any) -> Any:
+    def forward(ctx: Any, keyset: torch._C.DispatchKeySet, pair: Pair, return_lse: bool, *arguments: Any) -> Any:
         out, lse = _redispatch(pair.forward, keyset, *arguments)
         ctx.save_for_backward(out, lse, *(x for x in arguments if isinstance(x, Tensor)))
         ctx.pair = pair
@@ -377,7 +400,7 @@ class _Attention(_Function):
             gradients = (gradients,)
         # The options follow the scale and the causal flag.
         first = len(inputs) + 2
-        places = [*(i for i, x in enumerate(inputs) if isinstance(x, Tensor)), first + SINK, first + QV]
+        places = [*range(ctx.pair.differentiable), first + SINK, first + QV]
         for place, gradient in zip(places, gradients, strict=False):
             if place < len(arguments) and ctx.needs_input_grad[3 + place]:
                 answer[3 + place] = gradient
@@ -411,16 +434,20 @@ def _refuse_forward_mode(*inputs: Any) -> None:
             raise NotImplementedError("flash_attn_func has no forward-mode derivative: an input is a dual tensor")
 
 
-def _attend(operator: Any, pair: _Pair, return_lse: bool, keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+def forward_with_graph(
+    operator: Any, pair: Pair, return_lse: bool, keyset: torch._C.DispatchKeySet, *arguments: Any
+) -> Any:
     """What a forward operator answers, with a graph where an input requires a gradient."""
     _refuse_forward_mode(*arguments)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+        # Packed or not, the first is of the dtype of all.
+        _refuse_gradients_of_e4m3(arguments[0])
         _refuse_gradients_of_modifications(arguments[pair.inputs + 2 :])
         return _apply(_Attention, keyset, pair, return_lse, *arguments)
     return _below_autograd(operator, keyset, *arguments)
 
 
-def _differentiate(operator: Any, keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+def backward_with_graph(operator: Any, keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
     """What a backward operator answers, with a graph where an input requires a gradient."""
     _refuse_forward_mode(*arguments)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
@@ -428,17 +455,17 @@ def _differentiate(operator: Any, keyset: torch._C.DispatchKeySet, *arguments: A
     return _below_autograd(operator, keyset, *arguments)
 
 
-for _packing, _count in (("", 3), ("_packed", 2)):
+for _packing, _counts in (("", (3, 3)), ("_packed", (2, 1))):
     for _overload in ("default", "options"):
         _suffix = "" if _overload == "default" else f".{_overload}"
         _out, _with_lse, _of_both = (
             getattr(getattr(torch.ops.fa3, f"{_name}{_packing}"), _overload)
             for _name in ("forward", "forward_lse", "backward")
         )
-        _pair = _Pair(_with_lse, _of_both, _count)
+        _pair = Pair(_with_lse, _of_both, *_counts)
         for _name, _autograd in (
-            ("forward", partial(_attend, _out, _pair, False)),
-            ("forward_lse", partial(_attend, _with_lse, _pair, True)),
-            ("backward", partial(_differentiate, _of_both)),
+            ("forward", partial(forward_with_graph, _out, _pair, False)),
+            ("forward_lse", partial(forward_with_graph, _with_lse, _pair, True)),
+            ("backward", partial(backward_with_graph, _of_both)),
         ):
             _library.impl(f"{_name}{_packing}{_suffix}", _autograd, "Autograd", with_keyset=True)

@@ -27,6 +27,7 @@ from fa3.errors import BackendError
 from fa3.mods import derivative_of
 from fa3.options import Options
 from fa3.problem import Problem, check_forward
+from fa3.quantization import Quantizer, quantize_tensor
 
 NAMES = ("hopper", "sdpa", "tiled")
 
@@ -183,6 +184,18 @@ def forward_for(q: Tensor) -> Forward:
             _forward_of_gpu[index] = forward_of(for_device(q.device))
         return _forward_of_gpu[index]
     return forward_of(for_device(q.device))
+
+
+def quantizer_for(x: Tensor) -> Quantizer:
+    """What quantizes tensors on the device of x, by the signature of `fa3.quantization.quantize_tensor`.
+
+    Raises:
+        ValueError, BackendError: as `for_device`.
+    """
+    if for_device(x.device) == "hopper":
+        quantize: Quantizer = importlib.import_module("fa3.backends.hopper_quantize").quantize_tensor
+        return quantize
+    return quantize_tensor
 
 
 def _hopper_lacks(
