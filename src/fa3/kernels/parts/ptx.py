@@ -48,6 +48,21 @@ def unpack(pair: Int32, half: int, dtype: type[cutlass.Numeric]) -> Float32:
     return cute.arch.inline_ptx(code, write_only_types=[Float32], read_only_args=[pair])
 
 
+def pack_e4m3(first: Float32, second: Float32, third: Float32, fourth: Float32) -> Int32:
+    """Round four float32 to e4m3, to nearest even and saturating at 448, ``first`` in the lowest byte; NaN stays NaN.
+
+    Infinities saturate too: one that shall be NaN must be so before.
+    """
+    return cute.arch.inline_ptx(
+        "{\n.reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};\n"
+        "mov.b32 {$w0}, {low, high};\n}",
+        write_only_types=[Int32],
+        read_only_args=[first, second, third, fourth],
+    )
+
+
 @cute.jit
 def load_acquire(address: Int64) -> Int32:
     """Read an int32 of global memory; what another block wrote before its release of this value is then visible."""

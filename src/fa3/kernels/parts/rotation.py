@@ -1,0 +1,147 @@
+"""What a thread does to its part of a row before it is rounded: rotary embedding, random signs, Hadamard transform.
+
+A row is cut in pieces of 16 columns, or of 8, and ``across`` threads next to each other share it: thread j has pieces j,
+j + across, j + 2 across, ... (`fa3.spec.QuantizeSpec`). So neighbours move what is next to each other, both columns of
+a pair (i, i + head_dim / 2) are in one thread, and of the eight stages that the transform of 256 columns has only two
+need an exchange.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+#: The two sign bits of a pair of 16-bit floats, and the one of a float32.
+_SIGNS_OF_PAIR = 0x80008000 - 2**32
+_SIGN = -(2**31)
+
+
+@cute.jit
+def signs_of_piece(
+    words: tuple, index: cutlass.Constexpr, thread: Int32, across: cutlass.Constexpr, columns: cutlass.Constexpr
+) -> Int32:
+    """The signs of one piece: bit i of the result is that of column i, but where i is odd it is bit i + 15.
+
+    Args:
+        words: 8 words, bit ``i % 32`` of word ``i // 32`` is 1 where column i of the row changes its sign.
+        index: which piece of the thread.
+        thread: which of the threads that share the row.
+        across: how many these are.
+        columns: of a piece, 8 or 16.
+    """
+    in_word = 32 // columns
+    place = index * across + thread
+    first, last = index * across // in_word, (index * across + across - 1) // in_word
+    word = Int32(words[first])
+    for i in cutlass.range_constexpr(first + 1, last + 1):
+        word = Int32(words[i]) if place >= in_word * i else word
+    bits = word >> (columns * (place % in_word))
+    every = 2**columns - 1
+    return (bits & (0x5555 & every)) | ((bits & (0xAAAA & every)) << 15)
+
+
+@cute.jit
+def flip_pair(pair: Int32, signs: Int32, index: cutlass.Constexpr) -> Int32:
+    """Columns 2 * index and 2 * index + 1 of a piece, two 16-bit floats in a word, with their signs."""
+    return pair ^ ((signs << (15 - 2 * index)) & _SIGNS_OF_PAIR)
+
+
+@cute.jit
+def flip(value: Float32, signs: Int32, column: cutlass.Constexpr) -> Float32:
+    """One column of a piece with its sign."""
+    shift = 31 - column - 15 * (column % 2)
+    return (value.bitcast(Int32) ^ ((signs << shift) & _SIGN)).bitcast(Float32)
+
+
+@cute.jit
+def rotate_pairs(
+    values: cute.Tensor,
+    first: cutlass.Constexpr,
+    distance: cutlass.Constexpr,
+    step: cutlass.Constexpr,
+    cos: cute.Tensor,
+    sin: cute.Tensor,
+):
+    """Rotary embedding of pairs of values: number i is (first + step * i, that + distance)."""
+    for i in cutlass.range_constexpr(cute.size(cos)):
+        place = first + step * i
+        lower, upper = values[place], values[place + distance]
+        values[place] = lower * cos[i] - upper * sin[i]
+        values[place + distance] = upper * cos[i] + lower * sin[i]
+
+
+@cute.jit
+def butterflies(values: cute.Tensor, stride: cutlass.Constexpr):
+    """One stage of the transform inside a thread: sums and differences of values that are ``stride`` apart."""
+    for i in cutlass.range_constexpr(cute.size(values)):
+        if cutlass.const_expr(i & stride == 0):
+            lower, upper = values[i], values[i + stride]
+            values[i] = lower + upper
+            values[i + stride] = lower - upper
+
+
+@cute.jit
+def sum_or_difference(mine: Float32, theirs: Float32, sign: Float32) -> Float32:
+    """One value of a stage between two threads: ``sign`` is 1 in the lower one, -1 in the upper."""
+    return theirs + sign * mine
+
+
+@cute.jit
+def butterflies_between(values: cute.Tensor, thread: Int32, offset: cutlass.Constexpr):
+    """One stage of the transform between threads whose numbers differ in the bit ``offset``."""
+    sign = Float32(1.0) if thread & offset == 0 else Float32(-1.0)
+    for i in cutlass.range_constexpr(cute.size(values)):
+        theirs = cute.arch.shuffle_sync_bfly(values[i], offset=offset)
+        values[i] = sum_or_difference(values[i], theirs, sign)
+
+
+@cute.jit
+def hadamard(
+    values: cute.Tensor,
+    thread: Int32,
+    held: cutlass.Constexpr,
+    piece: cutlass.Constexpr,
+    exchanging: cutlass.Constexpr,
+):
+    """The transform of each run of ``held`` values, and of those of ``exchanging`` threads together.
+
+    Stages are in the order of `fa3.quantization.hadamard`, since sums of float32 depend on it: inside a piece, between
+    threads, between pieces.
+    """
+    for bit in cutlass.range_constexpr(piece.bit_length() - 1):
+        butterflies(values, 1 << bit)
+    for bit in cutlass.range_constexpr(exchanging.bit_length() - 1):
+        butterflies_between(values, thread, 1 << bit)
+    for bit in cutlass.range_constexpr((held // piece).bit_length() - 1):
+        butterflies(values, piece << bit)
+
+
+@cute.jit
+def largest(values: cute.Tensor) -> Float32:
+    """The largest magnitude, NaN left out."""
+    # Chains that do not wait for each other.
+    chains = 4
+    parts = [Float32(0.0)] * chains
+    for i in cutlass.range_constexpr(cute.size(values)):
+        parts[i % chains] = cute.arch.fmax(parts[i % chains], abs(values[i]))
+    return cute.arch.fmax(cute.arch.fmax(parts[0], parts[1]), cute.arch.fmax(parts[2], parts[3]))
+
+
+@cute.jit
+def largest_finite(values: cute.Tensor) -> Float32:
+    """The largest finite magnitude. Infinities become NaN."""
+    found = largest(values)
+    if found == Float32.inf:
+        for i in cutlass.range_constexpr(cute.size(values)):
+            values[i] = values[i] if abs(values[i]) != Float32.inf else Float32(float("nan"))
+        found = largest(values)
+    return found
+
+
+@cute.jit
+def key_of_slots(word: Int32, index: cutlass.Constexpr) -> Int32:
+    """The key in slot ``4 * word + index`` of V^T.
+
+    A thread of a warpgroup's accumulator has keys 2t, 2t + 1, 8 + 2t and 9 + 2t of a row of scores; as an A operand of
+    e4m3 it has four neighbours.
+    """
+    return 16 * (word // 4) + 2 * (word % 4) + index % 2 + 8 * (index // 2)

@@ -1,0 +1,401 @@
+"""q, k or v to e4m3 in one pass: rotary embedding, random signs, Hadamard transform, amax, scale, rounding.
+
+`fa3.quantization` is the definition. It is bound by memory: 2 bytes are read and 1 written for each element, and all
+in between stays in float32 registers. A thread block has one block of rows of one head, or with a rotary embedding of
+several heads, one after the other, so that L1 keeps their cos and sin.
+
+One scale for a whole head takes two passes, since its amax must be known before the first element is rounded: the
+first only finds it, the second computes all again, which is cheaper than to store it.
+
+Reference: Shah et al. 2024, https://arxiv.org/abs/2407.08608, section 3.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from fa3.spec import QuantizeSpec
+
+from .forward import DTYPES
+from .parts import ptx, rotation
+from .parts.rows import VECTOR
+
+#: Largest magnitude of e4m3, and what a smaller amax counts as (`fa3.quantization.SMALLEST_AMAX` says why).
+E4M3_MAX = 448.0
+SMALLEST_AMAX = 2.0**-40
+
+
+class Call(NamedTuple):
+    """What the arguments of a launch are, as `QuantizeKernel.__call__` has them."""
+
+    x: Int64
+    out: Int64
+    scale: Int64
+    amax: Int64
+    cos: Int64
+    sin: Int64
+    seqlen: Int32
+    heads: Int32
+    first_position: Int32
+    x_strides: tuple
+    out_strides: tuple
+    amax_strides: tuple
+    scale_factor: Float32
+
+
+class Block(NamedTuple):
+    """Which rows of which head a thread block has in hand."""
+
+    batch_index: Int32
+    head: Int32
+    row_block: Int32
+    first_row: Int32
+
+
+class QuantizeKernel:
+    """Host launch and device code of one ``QuantizeSpec``."""
+
+    def __init__(self, spec: QuantizeSpec):
+        self.spec = spec
+        self.dtype = DTYPES[spec.dtype]
+        self.values = spec.units * spec.held
+        import os
+        self.blocks_per_sm = int(os.environ.get("BPS","1"))
+        #: Pieces of a unit: runs of columns, or with ``transpose`` 8 columns of each of 4 keys.
+        self.pieces = spec.held // spec.piece
+        #: How the lanes of a warp share 4-key words and pieces of V^T: 32 bytes of a row, or more, are next to each
+        #: other when they are read, and 32 bytes of a column of keys, or more, when they are written.
+        self.pieces_of_warp = 2 if spec.head_dim % 32 else 4
+        self.words_of_warp = 32 // self.pieces_of_warp
+
+    @cute.jit
+    def __call__(
+        self,
+        x: Int64,
+        out: Int64,
+        scale: Int64,
+        amax: Int64,
+        cos: Int64,
+        sin: Int64,
+        stream: cuda.CUstream,
+        batch: Int32,
+        seqlen: Int32,
+        heads: Int32,
+        first_position: Int32,
+        heads_per_block: Int32,
+        x_strides: tuple,
+        out_strides: tuple,
+        amax_strides: tuple,
+        signs: tuple,
+        scale_factor: Float32,
+    ):
+        """Launch a thread block for each block of rows of ``heads_per_block`` heads; without ``rope`` that is 1.
+
+        The first six arguments are device addresses, 0 where the spec has no use for them:
+            x: (batch, seqlen, heads, head_dim), at a multiple of 16 bytes; ``x_strides`` (batch, row, head) in
+                elements, multiples of 8.
+            out: e4m3, ``out_strides`` (batch, row, head), or with ``transpose`` (batch, column, head), multiples of 16.
+            scale: float32, contiguous: (batch, heads, blocks of rows) with ``scales="block"``, (batch, heads) with
+                ``"given"``.
+            amax: float32, ``amax_strides`` (batch, head); both 0: one for all. Before the pass that finds it, 0.
+            cos, sin: (positions, head_dim / 2), contiguous, at multiples of 16 bytes. Row i has position
+                ``first_position + i``.
+
+        ``signs`` are 8 words as `rotation.signs_of_piece` has them; a scale is ``scale_factor`` times its amax.
+        """
+        row_blocks = (seqlen + self.spec.rows - 1) // self.spec.rows
+        head_groups = (heads + heads_per_block - 1) // heads_per_block
+        call = Call(
+            x,
+            out,
+            scale,
+            amax,
+            cos,
+            sin,
+            seqlen,
+            heads,
+            first_position,
+            x_strides,
+            out_strides,
+            amax_strides,
+            scale_factor,
+        )
+        self.kernel(call, signs, heads_per_block).launch(
+            # Heads of the same rows run next to each other: they are neighbours in memory.
+            grid=[head_groups, row_blocks, batch],
+            block=[self.spec.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=self.blocks_per_sm,
+            preferred_smem_carveout=0,
+        )
+
+    @cute.kernel
+    def kernel(self, call: Call, signs: tuple, heads_per_block: Int32):
+        """One block of rows, of one or several heads."""
+        thread, _, _ = cute.arch.thread_idx()
+        group, row_block, batch_index = cute.arch.block_idx()
+
+        @cute.struct
+        class SharedStorage:
+            of_warps: cute.struct.MemRange[Int32, self.spec.shared_bytes // 4]
+
+        of_warps = cutlass.utils.SmemAllocator().allocate(SharedStorage).of_warps.get_tensor(cute.make_layout((32, 2)))
+        flips = []
+        if const_expr(self.spec.rotate):
+            across = self.spec.across
+            for i in cutlass.range_constexpr(self.pieces):
+                flips.append(rotation.signs_of_piece(signs, i, thread % across, across, self.spec.piece))
+        first_row = row_block * self.spec.rows
+        if const_expr(self.spec.rope):
+            first_head = group * heads_per_block
+            last = cutlass.min(first_head + heads_per_block, call.heads)
+            for head in cutlass.range(first_head, last, unroll=1):
+                block = Block(batch_index, head, row_block, first_row)
+                self.quantize(call, block, thread, flips, of_warps, head % 2)
+        else:
+            self.quantize(call, Block(batch_index, group, row_block, first_row), thread, flips, of_warps, 0)
+
+    @cute.jit
+    def quantize(
+        self,
+        call: Call,
+        block: Block,
+        thread: Int32,
+        flips: list,
+        of_warps: cute.Tensor,
+        buffer: Int32,
+    ):
+        """One block of rows of one head."""
+        values = self.load(call, block, thread, flips)
+        if const_expr(self.spec.rope):
+            self.embed(call, block, thread, values)
+            if const_expr(self.spec.rotate):
+                piece = self.spec.piece
+                for i in cutlass.range_constexpr(self.values):
+                    values[i] = rotation.flip(values[i], flips[i // piece % self.pieces], i % piece)
+        if const_expr(self.spec.rotate):
+            rotation.hadamard(values, thread, self.spec.held, self.spec.piece, self.spec.exchanging)
+        # With a given amax too: infinities become NaN.
+        amax = rotation.largest_finite(values)
+        of_head = self.float32(
+            call.amax, Int64(block.batch_index) * call.amax_strides[0] + Int64(block.head) * call.amax_strides[1]
+        )
+        if const_expr(self.spec.scales == "given"):
+            amax = of_head[0]
+        else:
+            amax = self.largest_of_block(amax, thread, of_warps, buffer)
+        if const_expr(self.spec.scales == "amax"):
+            if thread == 0:
+                # Bits of floats that are not negative are in their order.
+                bits = cute.recast_tensor(of_head, Int32)
+                cute.arch.atomic_max(bits.iterator, amax.bitcast(Int32), sem="relaxed", scope="gpu")
+        else:
+            amax = cute.arch.fmax(amax, Float32(SMALLEST_AMAX))
+            self.store_scale(call, block, thread, amax)
+            inverse = Float32(E4M3_MAX) / amax
+            for i in cutlass.range_constexpr(self.values):
+                values[i] = values[i] * inverse
+            if const_expr(self.spec.transpose):
+                self.store_transposed(call, block, thread, values)
+            else:
+                self.store(call, block, thread, values)
+
+    # Places ---------------------------------------------------------------------------------------------------------
+
+    def row_of(self, thread: Int32, unit: int) -> Int32:
+        """The row of a unit in its block, of those that are rows."""
+        return thread // self.spec.across + unit * (self.spec.rows // self.spec.units)
+
+    def slots_of(self, thread: Int32, unit: int) -> tuple[Int32, Int32]:
+        """The 4 slots, as a word of V^T, and the piece of 8 columns of a unit, with ``transpose``."""
+        number = thread + unit * self.spec.threads
+        tiles = self.spec.head_dim // (VECTOR * self.pieces_of_warp)
+        tile, lane = number // 32, number % 32
+        word = tile // tiles * self.words_of_warp + lane // self.pieces_of_warp
+        return word, tile % tiles * self.pieces_of_warp + lane % self.pieces_of_warp
+
+    def float32(self, address: Int64, place: Int64) -> cute.Tensor:
+        """One float32 in global memory."""
+        pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
+        return cute.make_tensor(pointer + place, cute.make_layout(1))
+
+    # Loads ----------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def load(self, call: Call, block: Block, thread: Int32, flips: list) -> cute.Tensor:
+        """The thread's values in float32, 0 where there is no row; without ``rope`` they have their signs."""
+        spec = self.spec
+        raw = cute.make_rmem_tensor(self.values, self.dtype)
+        raw.fill(0.0)
+        batch_stride, row_stride, head_stride = call.x_strides
+        start = Int64(block.batch_index) * batch_stride + Int64(block.head) * head_stride
+        # All loads are under way before the first value is used.
+        for unit in cutlass.range_constexpr(spec.units):
+            first = unit * spec.held
+            if const_expr(spec.transpose):
+                word, piece = self.slots_of(thread, unit)
+                for i in cutlass.range_constexpr(self.pieces):
+                    row = block.first_row + rotation.key_of_slots(word, i)
+                    if row < call.seqlen:
+                        place = start + Int64(row) * row_stride + VECTOR * piece
+                        self.load_vector(call.x, place, raw, first + VECTOR * i)
+            else:
+                row = block.first_row + self.row_of(thread, unit)
+                if row < call.seqlen:
+                    place = start + Int64(row) * row_stride + spec.piece * (thread % spec.across)
+                    for i in cutlass.range_constexpr(0, spec.held, VECTOR):
+                        column = spec.piece * spec.across * (i // spec.piece) + i % spec.piece
+                        self.load_vector(call.x, place + column, raw, first + i)
+        pairs = cute.recast_tensor(raw, Int32)
+        values = cute.make_rmem_tensor(self.values, Float32)
+        for i in cutlass.range_constexpr(self.values // 2):
+            pair = pairs[i]
+            if const_expr(spec.rotate and not spec.rope):
+                pair = rotation.flip_pair(pair, flips[2 * i // spec.piece % self.pieces], i % (spec.piece // 2))
+            for half in cutlass.range_constexpr(2):
+                values[2 * i + half] = ptx.unpack(pair, half, self.dtype)
+        return values
+
+    @cute.jit
+    def load_vector(self, address: Int64, place: Int64, target: cute.Tensor, first: cutlass.Constexpr):
+        """Eight elements of x."""
+        pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=16)
+        source = cute.make_tensor(pointer + cute.assume(place, divby=VECTOR), cute.make_layout(VECTOR))
+        cute.autovec_copy(source, cute.make_tensor(target.iterator + first, cute.make_layout(VECTOR)))
+
+    @cute.jit
+    def embed(self, call: Call, block: Block, thread: Int32, values: cute.Tensor):
+        """Rotary embedding of the thread's values."""
+        spec = self.spec
+        # Pairs of neighbours: half as many angles as columns in each piece. Else whole pieces of angles, each for a
+        # piece of the first half of the row and the one of the second half that the thread has too.
+        angles = spec.piece // 2 if spec.interleaved else spec.piece
+        pieces = self.pieces if spec.interleaved else self.pieces // 2
+        for unit in cutlass.range_constexpr(spec.units):
+            row = block.first_row + self.row_of(thread, unit)
+            if row < call.seqlen:
+                place = Int64(call.first_position + row) * (spec.head_dim // 2) + angles * (thread % spec.across)
+                for i in cutlass.range_constexpr(pieces):
+                    cos, sin = (
+                        self.load_angles(address, place + angles * spec.across * i, angles)
+                        for address in (call.cos, call.sin)
+                    )
+                    first = unit * spec.held + spec.piece * i
+                    if const_expr(spec.interleaved):
+                        rotation.rotate_pairs(values, first, 1, 2, cos, sin)
+                    else:
+                        rotation.rotate_pairs(values, first, spec.held // 2, 1, cos, sin)
+
+    @cute.jit
+    def load_angles(self, address: Int64, place: Int64, count: cutlass.Constexpr) -> cute.Tensor:
+        """``count`` cosines or sines in float32."""
+        dtype = Float32 if self.spec.rope == "fp32" else self.dtype
+        pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=min(count * dtype.width // 8, 16))
+        source = cute.make_tensor(pointer + cute.assume(place, divby=count), cute.make_layout(count))
+        raw = cute.make_rmem_tensor(count, dtype)
+        cute.autovec_copy(source, raw)
+        angles = cute.make_rmem_tensor(count, Float32)
+        for i in cutlass.range_constexpr(count):
+            angles[i] = Float32(raw[i])
+        return angles
+
+    # Scales ---------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def largest_of_block(self, amax: Float32, thread: Int32, of_warps: cute.Tensor, buffer: Int32) -> Float32:
+        """The largest of all threads' values, none of which is negative, in all threads.
+
+        Two buffers take turns: a warp that is at the next head's barrier has read those of this one.
+        """
+        # As integers: the bits of floats that are not negative are in their order, and a warp reduces in one step.
+        bits = cute.arch.warp_redux_sync(amax.bitcast(Int32), "max")
+        warps = self.spec.threads // 32
+        if const_expr(warps > 1):
+            lane = thread % 32
+            if lane == 0:
+                of_warps[thread // 32, buffer] = bits
+            cute.arch.sync_threads()
+            bits = Int32(0)
+            if lane < warps:
+                bits = of_warps[lane, buffer]
+            bits = cute.arch.warp_redux_sync(bits, "max")
+        return bits.bitcast(Float32)
+
+    @cute.jit
+    def store_scale(self, call: Call, block: Block, thread: Int32, amax: Float32):
+        """Write the scale: of a head one block does it."""
+        head_index = Int64(block.batch_index) * call.heads + block.head
+        if const_expr(self.spec.scales == "block"):
+            if thread == 0:
+                row_blocks = (call.seqlen + self.spec.rows - 1) // self.spec.rows
+                target = self.float32(call.scale, head_index * row_blocks + block.row_block)
+                target[0] = amax * call.scale_factor
+        else:
+            if thread == 0 and block.row_block == 0:
+                target = self.float32(call.scale, head_index)
+                target[0] = amax * call.scale_factor
+
+    # Stores ---------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store(self, call: Call, block: Block, thread: Int32, values: cute.Tensor):
+        """Round the thread's values and write them as rows."""
+        spec = self.spec
+        batch_stride, row_stride, head_stride = call.out_strides
+        start = Int64(block.batch_index) * batch_stride + Int64(block.head) * head_stride
+        for unit in cutlass.range_constexpr(spec.units):
+            words = cute.make_rmem_tensor(spec.held // 4, Int32)
+            for i in cutlass.range_constexpr(spec.held // 4):
+                words[i] = ptx.pack_e4m3(*(values[unit * spec.held + 4 * i + n] for n in range(4)))
+            row = block.first_row + self.row_of(thread, unit)
+            if row < call.seqlen:
+                address = call.out + start + Int64(row) * row_stride + spec.piece * (thread % spec.across)
+                for i in cutlass.range_constexpr(self.pieces):
+                    self.store_words(address + spec.piece * spec.across * i, words, spec.piece // 4 * i, spec.piece // 4)
+
+    @cute.jit
+    def store_transposed(self, call: Call, block: Block, thread: Int32, values: cute.Tensor):
+        """Round the thread's values and write them as V^T: 4 keys of a column are a word.
+
+        Groups of 16 keys are written whole, with zeros for keys behind the last.
+        """
+        spec = self.spec
+        batch_stride, column_stride, head_stride = call.out_strides
+        start = Int64(block.batch_index) * batch_stride + Int64(block.head) * head_stride + block.first_row
+        for unit in cutlass.range_constexpr(spec.units):
+            word, piece = self.slots_of(thread, unit)
+            if block.first_row + 16 * (word // 4) < call.seqlen:
+                address = call.out + start + Int64(VECTOR * piece) * column_stride + 4 * word
+                for column in cutlass.range_constexpr(VECTOR):
+                    words = cute.make_rmem_tensor(1, Int32)
+                    words[0] = ptx.pack_e4m3(*(values[unit * spec.held + VECTOR * n + column] for n in range(4)))
+                    self.store_words(address + column * column_stride, words, 0, 1)
+
+    @cute.jit
+    def store_words(
+        self, address: Int64, words: cute.Tensor, first: cutlass.Constexpr, count: cutlass.Constexpr
+    ):
+        """Write ``count`` words at a multiple of their size."""
+        pointer = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4 * count)
+        target = cute.make_tensor(pointer, cute.make_layout(count))
+        cute.autovec_copy(cute.make_tensor(words.iterator + first, cute.make_layout(count)), target)
+
+
+def compile_quantize(spec: QuantizeSpec, options: str) -> Any:
+    """Compile the spec's host entry; needs no GPU."""
+    return cute.compile(
+        QuantizeKernel(spec),
+        *[Int64(0)] * 6,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=False),
+        *[Int32(1)] * 5,
+        *[(Int64(0),) * 3] * 2,
+        (Int64(0),) * 2,
+        (Int32(0),) * 8,
+        Float32(1.0),
+        options=options,
+    )
