@@ -73,18 +73,9 @@ def test_a_window_that_is_the_causal_mask_is_the_causal_mask(qkv, options):
     assert torch.equal(fa3.flash_attn_func(*qkv, **options), fa3.flash_attn_func(*qkv, causal=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("q_descale", torch.ones(2, 2)),
-        ("k_descale", torch.ones(2, 2)),
-        ("v_descale", torch.ones(2, 2)),
-        ("num_splits", 2),
-    ],
-)
-def test_an_option_that_is_not_built_is_named(qkv, name, value):
-    with pytest.raises(NotImplementedError, match=rf"^{name}.*is not built yet"):
-        fa3.flash_attn_func(*qkv, **{name: value})
+def test_an_option_that_is_not_built_is_named(qkv):
+    with pytest.raises(NotImplementedError, match="^num_splits.*is not built yet"):
+        fa3.flash_attn_func(*qkv, num_splits=2)
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def test_a_qkv_that_is_none_is_named(shape, num_heads_q, error, words, requires_
         ({"softmax_scale": "1"}, TypeError, r"^softmax_scale='1': must be a float"),
         ({"causal": 1}, TypeError, "^causal=1: must be True or False"),
         ({"deterministic": 1}, TypeError, "^deterministic=1: must be True or False"),
-        ({"q_descale": torch.ones(2, 4)}, NotImplementedError, "^q_descale is not built yet"),
+        ({"q_descale": torch.ones(2, 4)}, TypeError, "^q_descale is given, and q has dtype"),
         ({"sink": torch.ones(3)}, ValueError, r"^sink has shape \(3,\)"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

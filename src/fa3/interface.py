@@ -14,9 +14,10 @@ from torch.nn import Parameter
 from fa3 import ops
 from fa3.backends import forward_for
 from fa3.mods import BlockMask, MaskMod, ScoreMod
-from fa3.options import Options
-from fa3.problem import check_bool, check_softmax_scale, check_tensors, named
+from fa3.options import Fp8, Options
+from fa3.problem import check_bool, check_softmax_scale, named
 from fa3.schemas import unpack
+from fa3.tensor_checks import check_tensors
 
 _OPEN_WINDOW = (-1, -1)
 _NO_SOFTCAP = 0.0
@@ -64,9 +65,6 @@ def _check_options(causal: bool, given: dict[str, Any]) -> tuple[bool, Options |
     The options are ``None`` where they come to nothing. Numbers may be of any type that registers as one
     (numbers.Real, numbers.Integral: NumPy's do), flags are bools.
     """
-    for name in ("q_descale", "k_descale", "v_descale"):
-        if given[name] is not None:
-            raise NotImplementedError(f"{name} is not built yet: leave it None")
     check_bool("causal", causal)
     for name in ("deterministic", "return_attn_probs", "return_lse"):
         check_bool(name, given[name])
@@ -95,12 +93,13 @@ def _check_options(causal: bool, given: dict[str, Any]) -> tuple[bool, Options |
         raise ValueError("block_mask and mask_mod are both given: a block mask has a mask_mod of its own")
     if given["sink"] is not None and given["s_aux"] is not None:
         raise TypeError("sink and s_aux are both given: they are two names of one argument")
-    for name in ("qv", "s_aux", "sink"):
+    for name in ("qv", "s_aux", "sink", "q_descale", "k_descale", "v_descale"):
         if given[name] is not None:
             check_tensors(**{name: given[name]})
     for name, kind in (("score_mod", ScoreMod), ("mask_mod", MaskMod), ("block_mask", BlockMask)):
         if given[name] is not None and not isinstance(given[name], kind):
             raise TypeError(f"{name} must be a fa3.{kind.__name__} or None, not {type(given[name]).__name__}")
+    scales = given["q_descale"], given["k_descale"], given["v_descale"]
     options = Options(
         window_left=left,
         window_right=-1 if causal else right,
@@ -114,6 +113,7 @@ def _check_options(causal: bool, given: dict[str, Any]) -> tuple[bool, Options |
         score_mod=given["score_mod"],
         mask_mod=given["mask_mod"],
         block_mask=given["block_mask"],
+        fp8=None if all(scale is None for scale in scales) else Fp8(*scales),
     )
     return causal, None if _says_nothing(options) else options
 
@@ -129,6 +129,7 @@ def _says_nothing(options: Options) -> bool:
         and options.score_mod is None
         and options.mask_mod is None
         and options.block_mask is None
+        and options.fp8 is None
     )
 
 
@@ -138,6 +139,8 @@ def _are_plain(options: Options) -> bool:
     Parameters pass, unlike for q, k and v: a sink mostly is one.
     """
     tensors: tuple[Tensor | None, ...] = (options.sink, options.qv)
+    if options.fp8 is not None:
+        tensors += options.fp8.tensors
     mask_mod = options.mask_mod
     if options.block_mask is not None:
         tensors += (options.block_mask.counts, options.block_mask.indices)
@@ -187,14 +190,18 @@ def flash_attn_func(
     them, hide keys.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim), fp16 or bf16 (tiled backend: fp32 and fp64 too). The last stride
-            is 1, all others are free; the hopper and sdpa backends copy once what is not aligned to 16 bytes.
+        q: (batch, seqlen_q, heads_q, head_dim), fp16, bf16 or, in multiples of 16 of head_dim, e4m3
+            (torch.float8_e4m3fn); tiled backend: fp32 and fp64 too. The last stride is 1, all others are free; the
+            hopper and sdpa backends copy once what is not aligned to 16 bytes.
         k: (batch, seqlen_k, heads_kv, head_dim); heads_kv divides heads_q.
         v: (batch, seqlen_k, heads_kv, head_dim_v).
         softmax_scale: default ``head_dim ** -0.5``, with qv ``(head_dim + head_dim_v) ** -0.5``.
         causal: query i sees key j when ``j <= p``.
         qv: (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q, last stride 1: adds ``qv · v`` to ``q · k``.
-        q_descale, k_descale, v_descale: not built yet, must be None.
+            Not with e4m3.
+        q_descale, k_descale, v_descale: what e4m3 q, k and v are multiplied by, float32 (batch, heads_kv), any strides
+            (0 for one number for all); ``None`` is 1. A query head has the scale of its K/V head, or q_descale is
+            (batch, heads_q). `fa3.quantize_qkv` makes finer scales.
         window_size: (left, right): query i sees keys ``p - left <= j <= p + right``; -1 is an open side, and
             ``causal`` makes the right one 0.
         attention_chunk: if positive, query i sees only keys of its chunk, of so many from
@@ -215,7 +222,7 @@ def flash_attn_func(
             hides all. It goes with no mask_mod, causal, window_size or attention_chunk beside it.
 
     Returns:
-        out (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q, contiguous; with ``return_lse`` also lse
+        out (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q, bf16 for e4m3, contiguous; with ``return_lse`` lse
         (batch, heads_q, seqlen_q), float32 (float64 for fp64 inputs): the natural log of the sum of exponentials
         of each row's scores.
 
@@ -223,7 +230,8 @@ def flash_attn_func(
     lse costs no more than one of out alone. The graph keeps the inputs, out and lse, and the backward recomputes scores
     a tile at a time, so memory grows linearly with the lengths. A query that sees no key gets and gives gradient 0,
     whatever it holds, but for that of a sink by its LSE. On Hopper a call for which no backward kernel exists has its
-    gradients computed by the tiled backend, with a warning. Tensors that a modification reads have no gradient.
+    gradients computed by the tiled backend, with a warning. Tensors that a modification reads have no gradient, and
+    neither has a call in e4m3: `fa3.flash_attn_fp8_func` has.
 
     Raises:
         TypeError, ValueError: an argument is bad; the message says which, what was given and what is allowed.

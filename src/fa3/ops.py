@@ -24,7 +24,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from fa3 import backends
 from fa3.backends import tiled
-from fa3.options import Options
+from fa3.options import Options, fp8_of, out_dtype_of
 from fa3.problem import check_forward, check_kinds
 from fa3.schemas import AUX, OPTIONS, QV, SINK, flatten, unflatten, unpack
 
@@ -141,6 +141,7 @@ def _call_backward(
     *arguments: Any,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor | None, ...]:
+    _refuse_gradients_of_e4m3(q)
     options = unflatten(arguments)
     # Whoever walks the graph may want determinism, not only who made it.
     if torch.are_deterministic_algorithms_enabled():
@@ -220,11 +221,18 @@ def _check_fakes(
         check_forward(q, k, v, softmax_scale, causal, options=options)
 
 
+def _fake_out(q: Tensor, v: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+    options = unflatten(arguments)
+    fp8 = fp8_of(q.dtype, options)
+    head_dim_v = v.shape[3 if fp8 is None or not fp8.v_transposed else 2]
+    return q.new_empty(q.shape[0], q.shape[1], q.shape[2], head_dim_v, dtype=out_dtype_of(q.dtype, options))
+
+
 @torch.library.register_fake("fa3::forward", lib=_library)
 @torch.library.register_fake("fa3::forward.options", lib=_library)
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, *options: Any) -> Tensor:
     _check_fakes(q, k, v, softmax_scale, causal, options)
-    return q.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
+    return _fake_out(q, v, options)
 
 
 @torch.library.register_fake("fa3::forward_lse", lib=_library)
@@ -233,7 +241,7 @@ def _fake_forward_lse(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, *options: Any
 ) -> tuple[Tensor, Tensor]:
     _check_fakes(q, k, v, softmax_scale, causal, options)
-    out = q.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
+    out = _fake_out(q, v, options)
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=tiled.accumulator_dtype(q.dtype))
     return out, lse
 
@@ -251,6 +259,7 @@ def _fake_backward(
     causal: bool,
     *options: Any,
 ) -> tuple[Tensor, ...]:
+    _refuse_gradients_of_e4m3(q)
     _check_fakes(q, k, v, softmax_scale, causal, options)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -303,6 +312,14 @@ class _Pair:
     forward: Any
     backward: Any
     inputs: int
+
+
+def _refuse_gradients_of_e4m3(q: Tensor) -> None:
+    if q.dtype is torch.float8_e4m3fn:
+        raise NotImplementedError(
+            "flash_attn_func has no gradients of a call in e4m3, by any of its inputs: detach them or use "
+            "torch.no_grad(); flash_attn_fp8_func takes 16-bit q, k and v, quantizes them itself, and has gradients"
+        )
 
 
 def _refuse_gradients_of_modifications(options: tuple[Any, ...]) -> None:
@@ -415,6 +432,8 @@ def _attend(operator: Any, pair: _Pair, return_lse: bool, keyset: torch._C.Dispa
     """What a forward operator answers, with a graph where an input requires a gradient."""
     _refuse_forward_mode(*arguments)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+        # Packed or not, the first is of the dtype of all.
+        _refuse_gradients_of_e4m3(arguments[0])
         _refuse_gradients_of_modifications(arguments[pair.inputs + 2 :])
         return _apply(_Attention, keyset, pair, return_lse, *arguments)
     return _below_autograd(operator, keyset, *arguments)

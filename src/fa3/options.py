@@ -4,9 +4,45 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fa3.mods import BlockMask, MaskMod, ScoreMod
+
+#: fa3's names of what an e4m3 call may answer in.
+OUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Fp8(NamedTuple):
+    """What goes with e4m3 q, k and v: an element is its e4m3 value times its scale.
+
+    Attributes:
+        q_scale: float32, any strides: (batch, heads_kv), for all query heads of a group, or (batch, heads_q); with
+            ``q_block`` (batch, heads_q, ceil(seqlen_q / q_block)). ``None`` is 1.
+        k_scale, v_scale: float32, any strides: (batch, heads_kv); with ``k_block`` (batch, heads_kv,
+            ceil(seqlen_k / k_block)). ``None`` is 1.
+        v_scale_max: (batch, heads_kv), the largest of each head's ``v_scale``, beside one of blocks.
+        q_block, k_block: rows that share a scale, 64 or 128; 0: all of a head do.
+        v_transposed: v is V^T as `fa3.quantization.transposed` makes it.
+        out_dtype: of out, ``"bf16"`` or ``"fp16"``.
+        two_level: add partial outputs in float32, not in the tensor cores, which keep 14 bits; ``None`` leaves the
+            choice to the plan.
+    """
+
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    v_scale_max: Tensor | None = None
+    q_block: int = 0
+    k_block: int = 0
+    v_transposed: bool = False
+    out_dtype: str = "bf16"
+    two_level: bool | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The scales: of q, of k, of v, and the largest of v."""
+        return self.q_scale, self.k_scale, self.v_scale, self.v_scale_max
 
 
 class Options(NamedTuple):
@@ -24,6 +60,7 @@ class Options(NamedTuple):
         sm_margin: multiprocessors to leave free. Changes no result.
         deterministic: gradients are bitwise the same from run to run. Changes no result of a forward.
         score_mod, mask_mod, block_mask: see `fa3.mods`.
+        fp8: what goes with e4m3 q, k and v; ``None`` beside such is the same as ``Fp8()``.
     """
 
     window_left: int = -1
@@ -38,3 +75,17 @@ class Options(NamedTuple):
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
     block_mask: BlockMask | None = None
+    fp8: Fp8 | None = None
+
+
+def fp8_of(dtype: torch.dtype, options: Options | None) -> Fp8 | None:
+    """What of the options goes with e4m3, where ``dtype`` is that, else ``None``."""
+    if dtype is not torch.float8_e4m3fn:
+        return None
+    return Fp8() if options is None or options.fp8 is None else options.fp8
+
+
+def out_dtype_of(dtype: torch.dtype, options: Options | None) -> torch.dtype:
+    """The dtype of out, given that of q, k and v."""
+    fp8 = fp8_of(dtype, options)
+    return dtype if fp8 is None else OUT_DTYPES[fp8.out_dtype]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,10 @@ import torch
 from torch import Tensor
 
 from fa3.mods import AUX_DTYPES, BlockMask, MaskMod, ScoreMod, check_sizes
-from fa3.options import Options
+from fa3.options import OUT_DTYPES, Options, fp8_of
+from fa3.quantization import BLOCK_ROWS
+from fa3.scales import check_scale_kinds, describe_fp8, refuse_transposed
+from fa3.tensor_checks import check_device, check_shape, check_strides, check_tensors, listed
 
 #: fa3's names of the element types that the API takes.
 DTYPE_NAMES = {
@@ -23,6 +25,7 @@ DTYPE_NAMES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.float64: "fp64",
+    torch.float8_e4m3fn: "e4m3",
 }
 
 #: Largest head dim of q and k.
@@ -35,6 +38,8 @@ _MIN_SCALE_FLOAT32 = 2.0**-149
 _MAX_SCALE_FLOAT32 = torch.finfo(torch.float32).max / 2
 # They also divide by softcap, so its inverse must not overflow.
 _MIN_SOFTCAP_FLOAT32 = torch.finfo(torch.float32).tiny
+
+_NO_QV = "qv goes with 16 bits and more, its products would have other scales than those of q and k"
 
 _SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -65,7 +70,8 @@ class Problem:
         heads_kv: key and value heads.
         head_dim: columns of q and k, a multiple of 8 up to 256.
         head_dim_v: columns of v and out, a multiple of 8 up to 512 where ``head_dim <= 64``, else up to 256.
-        dtype: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``.
+        dtype: ``"fp16"``, ``"bf16"``, ``"fp32"``, ``"fp64"`` or ``"e4m3"``, whose head dims are multiples of 16 up to
+            256.
         softmax_scale: factor on q·k before the softmax, finite and positive, for all but fp64 also in float32.
         causal: bottom-right aligned: query i sees key j when ``j <= i + seqlen_k - seqlen_q``.
         return_lse: the call also wants the log-sum-exp of each row.
@@ -81,6 +87,11 @@ class Problem:
         score_mod, mask_mod: ``"module:function"`` of the CuTe DSL twins of modifications, or empty.
         score_aux, mask_aux: dtype letter and dims of the tensors they read, e.g. ``("f1", "i2")``.
         block_sparse: a `fa3.mods.BlockMask` says which blocks to visit.
+        out_dtype: of e4m3, ``"bf16"`` or ``"fp16"``; empty for all others, whose out has their dtype.
+        q_block, k_block: of e4m3, rows of q, and of k and v, that share a scale, 64 or 128; 0, both of them: all of a
+            head do.
+        v_transposed: of e4m3, v is V^T with keys in the order of `fa3.quantization.transposed`.
+        two_level: of e4m3, partial outputs are added in float32; ``None`` leaves the choice to the plan.
 
     Raises:
         ValueError: a number is out of range; the message names it and what is allowed.
@@ -111,6 +122,11 @@ class Problem:
     score_aux: tuple[str, ...] = ()
     mask_aux: tuple[str, ...] = ()
     block_sparse: bool = False
+    out_dtype: str = ""
+    q_block: int = 0
+    k_block: int = 0
+    v_transposed: bool = False
+    two_level: bool | None = None
 
     def __post_init__(self) -> None:
         for field in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv"):
@@ -123,9 +139,12 @@ class Problem:
                 f"q has {self.heads_q} heads, k and v have {self.heads_kv}: "
                 "the number of query heads must be a multiple of the number of key and value heads"
             )
-        _check_head_dim("head_dim (last dim of q and k)", self.head_dim, MAX_HEAD_DIM)
-        limit = max_head_dim_v(self.head_dim)
-        _check_head_dim(f"head_dim_v (last dim of v, beside head_dim={self.head_dim})", self.head_dim_v, limit)
+        step, limit = 8, max_head_dim_v(self.head_dim)
+        if self.dtype == "e4m3":
+            step, limit = 16, MAX_HEAD_DIM
+        _check_head_dim("head_dim (last dim of q and k)", self.head_dim, MAX_HEAD_DIM, step)
+        _check_head_dim(f"head_dim_v (last dim of v, beside head_dim={self.head_dim})", self.head_dim_v, limit, step)
+        self._check_fp8()
         check_softmax_scale(self.softmax_scale)
         if self.dtype != "fp64" and not _MIN_SCALE_FLOAT32 <= self.softmax_scale <= _MAX_SCALE_FLOAT32:
             raise ValueError(
@@ -152,6 +171,23 @@ class Problem:
                 "block_mask goes with no causal, window_size or attention_chunk: it was made for its mask_mod alone; "
                 "put them into the mask_mod"
             )
+
+    def _check_fp8(self) -> None:
+        fp8 = (self.out_dtype, self.q_block, self.k_block, self.v_transposed, self.two_level)
+        if self.dtype != "e4m3":
+            if fp8 != ("", 0, 0, False, None):
+                raise ValueError(
+                    f"out_dtype, q_block, k_block, v_transposed, two_level={fp8}: go with dtype='e4m3', not "
+                    f"{self.dtype!r}"
+                )
+            return
+        if self.out_dtype not in OUT_DTYPES:
+            raise ValueError(f"out_dtype={self.out_dtype!r}: allowed beside e4m3 are {', '.join(OUT_DTYPES)}")
+        blocks = (self.q_block, self.k_block)
+        if blocks != (0, 0) and not all(rows in BLOCK_ROWS for rows in blocks):
+            raise ValueError(f"q_block={self.q_block}, k_block={self.k_block}: allowed are 64 and 128, or 0 for both")
+        if self.qv:
+            raise ValueError(f"qv beside dtype='e4m3': {_NO_QV}")
 
     @property
     def bounds(self) -> tuple[int, int, int]:
@@ -203,9 +239,10 @@ class Problem:
         return min(max(self.seqlen_q - self.seqlen_k - right, 0), self.seqlen_q)
 
 
-def _check_head_dim(name: str, value: int, limit: int) -> None:
-    if value % 8 or not 8 <= value <= limit:
-        raise ValueError(f"{name} is {value}: allowed are the multiples of 8 from 8 to {limit}")
+def _check_head_dim(name: str, value: int, limit: int, step: int) -> None:
+    if value % step or not step <= value <= limit:
+        e4m3 = " with e4m3" if step == 16 else ""
+        raise ValueError(f"{name} is {value}: allowed{e4m3} are the multiples of {step} from {step} to {limit}")
 
 
 def named(name: str, value: object) -> str:
@@ -235,20 +272,6 @@ def check_bool(name: str, value: object) -> None:
         raise TypeError(f"{named(name, value)}: must be True or False, not {kind.__module__}.{kind.__qualname__}")
 
 
-def check_tensors(**tensors: object) -> None:
-    """Raise for the first argument that is no tensor (``TypeError``), or a nested or sparse one (``ValueError``)."""
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
-        if value.is_nested:
-            raise ValueError(
-                f"{name} is a nested tensor, layout {value.layout}: must be a dense (torch.strided) tensor "
-                f"(batch, seqlen, heads, head_dim)"
-            )
-        if value.layout is not torch.strided:
-            raise ValueError(f"{name} has layout {value.layout}: must be a dense (torch.strided) tensor")
-
-
 def check_kinds(q: Tensor, k: Tensor, v: Tensor, options: Options | None = None) -> None:
     """Check everything of the tensors but their sizes and strides. Errors as `check_forward`."""
     check_tensors(q=q, k=k, v=v)
@@ -258,7 +281,7 @@ def check_kinds(q: Tensor, k: Tensor, v: Tensor, options: Options | None = None)
                 f"{name} has {tensor.dim()} dims, shape {tuple(tensor.shape)}: must be (batch, seqlen, heads, head_dim)"
             )
         if tensor.dtype not in DTYPE_NAMES:
-            raise TypeError(f"{name} has dtype {tensor.dtype}: allowed are {_listed(DTYPE_NAMES)}")
+            raise TypeError(f"{name} has dtype {tensor.dtype}: allowed are {listed(DTYPE_NAMES)}")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}: must be the same")
     if not q.device == k.device == v.device:
@@ -275,42 +298,24 @@ def _check_option_kinds(q: Tensor, options: Options) -> None:
         # float64 has no use but beside float64.
         allowed = _SINK_DTYPES if q.dtype is not torch.float64 else (*_SINK_DTYPES, torch.float64)
         if sink.dtype not in allowed:
-            raise TypeError(f"sink has dtype {sink.dtype}: allowed are {_listed(allowed)}")
-        _check_device("sink", sink, q)
+            raise TypeError(f"sink has dtype {sink.dtype}: allowed are {listed(allowed)}")
+        check_device("sink", sink, q)
     if qv is not None:
         check_tensors(qv=qv)
+        if q.dtype is torch.float8_e4m3fn:
+            raise TypeError(f"qv is given, and q has dtype {q.dtype}: {_NO_QV}")
         if qv.dtype != q.dtype:
             raise TypeError(f"qv has dtype {qv.dtype}, q {q.dtype}: must be the same")
-        _check_device("qv", qv, q)
+        check_device("qv", qv, q)
     if block_mask is not None:
         if options.mask_mod is not None:
             raise ValueError("block_mask and mask_mod are both given: a block mask has a mask_mod of its own")
-        _check_device("block_mask", block_mask.counts, q)
+        check_device("block_mask", block_mask.counts, q)
+    if options.fp8 is not None:
+        check_scale_kinds(q, options.fp8)
     for name, mod in (("score_mod", options.score_mod), ("mask_mod", options.mask_mod)):
         for i, tensor in enumerate(() if mod is None else mod.aux):
-            _check_device(f"{name}.aux[{i}]", tensor, q)
-
-
-def _listed(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(str(dtype) for dtype in dtypes)
-
-
-def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
-    if tensor.device != q.device:
-        raise ValueError(f"{name} is on device {tensor.device}, q on {q.device}: must be the same")
-
-
-def _check_strides(name: str, tensor: Tensor) -> None:
-    if tensor.numel() and tensor.stride(3) != 1:
-        raise ValueError(
-            f"{name} has strides {tensor.stride()}: the last must be 1, the others are free "
-            f"({name}.contiguous() makes such a copy)"
-        )
-
-
-def _check_shape(name: str, tensor: Tensor, dims: str, expected: tuple[int, ...]) -> None:
-    if tensor.shape != expected:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: must be {dims} = {expected}")
+            check_device(f"{name}.aux[{i}]", tensor, q)
 
 
 def check_forward(
@@ -341,7 +346,14 @@ def check_forward(
     """
     check_kinds(q, k, v, options)
     batch, seqlen_q, heads_q, head_dim = q.shape
-    _, seqlen_k, heads_kv, head_dim_v = v.shape
+    fp8 = fp8_of(q.dtype, options)
+    if fp8 is not None and not fp8.v_transposed:
+        refuse_transposed(k, v)
+    if fp8 is None or not fp8.v_transposed:
+        _, seqlen_k, heads_kv, head_dim_v = v.shape
+    else:
+        # What is wrong with the other dims of V^T is said further on.
+        (_, seqlen_k, heads_kv, _), head_dim_v = k.shape, v.shape[2]
     if not batch == k.shape[0] == v.shape[0]:
         raise ValueError(
             f"q, k and v have batch sizes (dim 0) {batch}, {k.shape[0]} and {v.shape[0]}: must be the same"
@@ -353,11 +365,13 @@ def check_forward(
     if k.shape[3] != head_dim:
         raise ValueError(f"q and k have head dims (dim 3) {head_dim} and {k.shape[3]}: must be the same")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_strides(name, tensor)
+        check_strides(name, tensor)
     score_columns = head_dim
     fields: dict[str, Any] = {}
+    if fp8 is not None:
+        fields = describe_fp8(fp8, v, (batch, seqlen_q, seqlen_k), (heads_q, heads_kv))
     if options is not None:
-        fields = _describe_options(options, (batch, seqlen_q, heads_q, head_dim_v), seqlen_k)
+        fields |= _describe_options(options, (batch, seqlen_q, heads_q, head_dim_v), seqlen_k)
         score_columns += head_dim_v if options.qv is not None else 0
     if softmax_scale is None:
         scale = default_softmax_scale(max(score_columns, 1))
@@ -383,10 +397,10 @@ def _describe_options(options: Options, out_shape: tuple[int, int, int, int], se
     """Check options against the sizes of the call; returns the fields of the `Problem` that describe them."""
     batch, seqlen_q, heads_q, _ = out_shape
     if options.sink is not None:
-        _check_shape("sink", options.sink, "(heads_q,)", (heads_q,))
+        check_shape("sink", options.sink, "(heads_q,)", (heads_q,))
     if options.qv is not None:
-        _check_shape("qv", options.qv, "(batch, seqlen_q, heads_q, head_dim_v)", out_shape)
-        _check_strides("qv", options.qv)
+        check_shape("qv", options.qv, "(batch, seqlen_q, heads_q, head_dim_v)", out_shape)
+        check_strides("qv", options.qv)
     block_mask = options.block_mask
     if block_mask is not None:
         _check_block_mask(block_mask, batch, heads_q, seqlen_q, seqlen_k)

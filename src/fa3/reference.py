@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fa3.mods import MaskMod, ScoreMod, check_answer, check_sizes
-from fa3.problem import check_bool, check_softmax_scale, check_tensors
+from fa3.problem import check_bool, check_softmax_scale
+from fa3.tensor_checks import check_tensors
 
 #: Score elements (8 bytes each, a few of them alive at once) computed in one step.
 _SCORES_PER_STEP = 1 << 25

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fa3.mods import MAX_AUX, BlockMask, MaskMod, ScoreMod, twin
-from fa3.options import Options
+from fa3.options import Fp8, Options
 from fa3.problem import named
 
 #: The options that are no modification, as the first fields of `Options` are.
@@ -25,8 +25,13 @@ SINK, QV = 4, 5
 OPTIONS = (
     f"{COMMON}, str score_mod='', Tensor? score_aux0=None, Tensor? score_aux1=None, str mask_mod='', "
     "Tensor? mask_aux0=None, Tensor? mask_aux1=None, Tensor? block_counts=None, Tensor? block_indices=None, "
-    "int block_seqlen_q=0, int block_seqlen_k=0"
+    "int block_seqlen_q=0, int block_seqlen_k=0, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, "
+    "Tensor? v_scale_max=None, int q_block=0, int k_block=0, bool v_transposed=False, str out_dtype='', "
+    "bool? two_level=None"
 )
+#: Where what goes with e4m3 begins, after 3 arguments of each modification and 4 of a block mask; its out_dtype is
+#: empty where there is no `Fp8`.
+FP8 = COMMON_COUNT + 10
 #: Where tensors stand that modifications read, and what users call them.
 AUX = {
     COMMON_COUNT + 1: "score_mod.aux[0]",
@@ -39,11 +44,18 @@ AUX = {
 def flatten(options: Options) -> tuple[Any, ...]:
     """Options as the arguments of an operator that follow ``causal``."""
     block_mask = options.block_mask
-    blocks: tuple[Any, ...] = ()
+    # The dispatcher fills in what is missing at the end.
+    blocks: tuple[Any, ...] = () if options.fp8 is None else (None, None, 0, 0)
     if block_mask is not None:
         blocks = (block_mask.counts, block_mask.indices, block_mask.seqlen_q, block_mask.seqlen_k)
     mask_mod = options.mask_mod if block_mask is None else block_mask.mask_mod
-    return (*options[:COMMON_COUNT], *_flatten_mod(options.score_mod), *_flatten_mod(mask_mod), *blocks)
+    return (
+        *options[:COMMON_COUNT],
+        *_flatten_mod(options.score_mod),
+        *_flatten_mod(mask_mod),
+        *blocks,
+        *(options.fp8 or ()),
+    )
 
 
 def _flatten_mod(mod: ScoreMod | MaskMod | None) -> tuple[Any, ...]:
@@ -54,9 +66,26 @@ def unflatten(arguments: tuple[Any, ...]) -> Options | None:
     """The options that `flatten` wrote, less those at the end that have their defaults: the dispatcher drops them."""
     if not arguments:
         return None
-    common, rest = arguments[:COMMON_COUNT], arguments[COMMON_COUNT:]
-    score_mod, mask_mod, block_mask = _unflatten_mods(*rest)
-    return Options(*common)._replace(score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
+    common, mods, fp8 = arguments[:COMMON_COUNT], arguments[COMMON_COUNT:FP8], arguments[FP8:]
+    score_mod, mask_mod, block_mask = _unflatten_mods(*mods)
+    return Options(*common)._replace(
+        score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask, fp8=_unflatten_fp8(*fp8)
+    )
+
+
+def _unflatten_fp8(
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    v_scale_max: Tensor | None = None,
+    q_block: int = 0,
+    k_block: int = 0,
+    v_transposed: bool = False,
+    out_dtype: str = "",
+    two_level: bool | None = None,
+) -> Fp8 | None:
+    scales = (q_scale, k_scale, v_scale, v_scale_max)
+    return Fp8(*scales, q_block, k_block, v_transposed, out_dtype, two_level) if out_dtype else None
 
 
 def _unflatten_mods(

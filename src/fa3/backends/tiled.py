@@ -5,7 +5,7 @@ The forward follows the online softmax (Milakov and Gimelshein, arXiv:1805.02867
 Memory is linear in the sequence lengths: no more than one tile of scores exists at a time, and what autograd keeps of
 a score modification is as large.
 
-fp16 and bf16 are computed in float32 throughout, float64 in float64; the result is rounded once. Autocast changes
+fp16, bf16 and e4m3 are computed in float32 throughout, float64 in float64; the result is rounded once. Autocast changes
 nothing: it would round the products inside.
 """
 
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from fa3.mods import BLOCK, BlockMask, MaskMod, ScoreMod, check_answer
-from fa3.options import Options
+from fa3.options import Fp8, Options, fp8_of, out_dtype_of
 from fa3.problem import Problem, check_forward
+from fa3.quantization import dequantize, rows_of_transposed
 
 #: Keys of one tile.
 TILE_N = 512
@@ -254,17 +255,37 @@ def forward(
     A block mask is brought to the host, which waits for the device; no other call does.
 
     Returns:
-        out (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q, and lse (batch, heads_q, seqlen_q) in
-        float32 (float64 for float64 inputs), or ``None`` without ``return_lse``.
+        out (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q, or of e4m3 in that which the options say, and lse
+        (batch, heads_q, seqlen_q) in float32 (float64 for float64 inputs), or ``None`` without ``return_lse``.
     """
     with torch._C._DisableAutocast():
         problem = check_forward(q, k, v, softmax_scale, causal, return_lse, options)
-        return _forward(q, k, v, problem, options or Options())
+        fp8, out_dtype = fp8_of(q.dtype, options), out_dtype_of(q.dtype, options)
+        if fp8 is not None:
+            q, k, v = _dequantize(q, k, v, fp8, problem)
+        return _forward(q, k, v, problem, options or Options(), out_dtype)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, options: Options) -> tuple[Tensor, Tensor | None]:
+def _dequantize(q: Tensor, k: Tensor, v: Tensor, fp8: Fp8, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """What e4m3 q, k and v stand for, in float32, v in rows."""
+    if fp8.v_transposed:
+        v = rows_of_transposed(v, problem.seqlen_k)
+    q_scale = fp8.q_scale
+    if q_scale is not None and q_scale.shape[1] != problem.heads_q:
+        q_scale = q_scale.repeat_interleave(problem.group_size, dim=1)
+    return (
+        dequantize(q, q_scale, fp8.q_block),
+        dequantize(k, fp8.k_scale, fp8.k_block),
+        dequantize(v, fp8.v_scale, fp8.k_block),
+    )
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, options: Options, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
     accumulate = accumulator_dtype(q.dtype)
-    out = q.new_zeros(problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v)
+    out_shape = (problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v)
+    out = q.new_zeros(out_shape, dtype=out_dtype)
     lse = q.new_full((problem.batch, problem.heads_q, problem.seqlen_q), -torch.inf, dtype=accumulate)
     # Meta tensors have shapes and no numbers.
     if problem.empty or q.is_meta:
