@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fa3.problem import Problem
-from fa3.spec import BLOCK, ELEMENT_BYTES, TILE_CLASSES, WGMMA_ROWS, ForwardSpec, QueryGradientSpec
+from fa3.spec import BLOCK, ELEMENT_BYTES, INPUT_BYTES, TILE_CLASSES, WGMMA_ROWS, ForwardSpec, QueryGradientSpec
 from fa3.tiles import MODIFIED, PACKED, QV, SMALL, TILES, TileChoice
 
 
@@ -283,7 +283,7 @@ def order_of(problem: Problem, spec: ForwardSpec | QueryGradientSpec, device: De
     levels = max(m_blocks, 1)
     if not spec.causal:
         return Order(group, levels, tiles, blocks, f"{_heads(group)} at a time, K and V in L2")
-    head_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES[spec.dtype])
+    head_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * INPUT_BYTES[spec.dtype])
     section = min(group * max(1, int(L2_SHARE * device.l2_bytes) // head_bytes), heads)
     peak = device.sm_count * device.tensor_flops_per_clock * device.boost_clock_hz
     compute_seconds = flops(problem) / (EXPECTED_UTILIZATION * peak)

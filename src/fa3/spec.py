@@ -7,6 +7,7 @@ key of the store. Nothing here imports torch or the compiler.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -32,8 +33,21 @@ BLOCK = 128
 #: Shared memory that one block may use on sm_90, in bytes (227 KB).
 SHARED_MEMORY_PER_BLOCK = 232_448
 
-#: Bytes of an element of each dtype that a kernel takes.
+#: Bytes of an element of each dtype that every kernel takes.
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2}
+
+#: The dtype of q, k and v that only the forward takes.
+FP8 = "e4m3"
+INPUT_BYTES = {**ELEMENT_BYTES, FP8: 1}
+
+#: Bytes of an element of out.
+OUT_BYTES = 2
+
+#: The tile classes of FP8.
+FP8_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+
+#: Keys of one WGMMA instruction of FP8, which tiles are a multiple of.
+FP8_KEYS = 32
 
 
 class _Spec:
@@ -71,7 +85,7 @@ class ForwardSpec(_Spec):
     The seven fields from ``tile_m`` on are the *schedule*: how the work overlaps.
 
     Attributes:
-        dtype: element type of q, k, v and out: ``"fp16"`` or ``"bf16"``.
+        dtype: element type of q, k and v: ``"fp16"``, ``"bf16"`` or ``"e4m3"``.
         head_dim: columns of the q and k tiles.
         head_dim_v: columns of the v and out tiles.
         mask: ``"full"``: every key is seen; ``"causal"``: bottom-right aligned; ``"window"``: left and right bounds
@@ -83,12 +97,19 @@ class ForwardSpec(_Spec):
         pingpong: the warpgroups take turns, so that one's softmax runs under the other's products.
         overlap: inside a warpgroup the softmax of block j+1 runs under the PV product of block j.
         rescale_threshold: the softmax reference moves only when the running max outgrew it by more than
-            this, in log2 units; 0 keeps it at the running max.
+            this, in log2 units; 0 keeps it at the running max. Probabilities of e4m3 are scaled so that they just
+            reach its largest number then.
         softcap: scores pass through ``cap * tanh(score / cap)``.
         pack_gqa: the query heads that share a K/V head are rows of one tile.
         qv: scores get ``qv · v`` added.
         score_mod, mask_mod: ``"module:function"`` of functions in CuTe DSL that change scores and hide keys, or empty.
         score_aux, mask_aux: the tensors they read: dtype letter and number of dims of each, e.g. ``"f1,i2"``.
+        out_dtype: element type of out beside e4m3: ``"fp16"`` or ``"bf16"``; else empty, as ``dtype``.
+        key_block: keys of a block of k and v of e4m3 that share a scale; with 0 there is one scale a head.
+        transpose_stages: v tiles of e4m3 in shared memory that wait for their transposition; with 0 v comes
+            transposed.
+        promote: every so many key tiles the output of e4m3, which the tensor core adds up with 14 bits or so, is added
+            to sums in float32; 0: never.
     """
 
     kernel = "forward"
@@ -111,11 +132,20 @@ class ForwardSpec(_Spec):
     mask_mod: str = ""
     score_aux: str = ""
     mask_aux: str = ""
+    out_dtype: str = ""
+    key_block: int = 0
+    transpose_stages: int = 0
+    promote: int = 0
 
     @property
     def causal(self) -> bool:
         """Whether the mask is the causal one."""
         return self.mask == "causal"
+
+    @property
+    def fp8(self) -> bool:
+        """Whether q, k and v are e4m3."""
+        return self.dtype == FP8
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -151,11 +181,17 @@ class ForwardSpec(_Spec):
 
     def _tile_bytes(self, own_columns: int) -> int:
         """Bytes of all tiles, with so many columns of out in a place of their own; with 0, out takes that of q."""
-        kv = self.stages * self.tile_n * (self.head_dim + self.head_dim_v)
-        q = self.tile_m * (self.head_dim if own_columns else max(self.head_dim, self.head_dim_v))
+        element = INPUT_BYTES[self.dtype]
+        kv = self.tile_n * (self.stages * (self.head_dim + self.head_dim_v) + self.transpose_stages * self.head_dim_v)
         qv = self.tile_m * self.head_dim_v if self.qv else 0
+        rows = self.tile_m * (self.head_dim * element + own_columns * OUT_BYTES) if own_columns else self.q_out_bytes
         # 1 KB for barriers: the tiles after them begin at a multiple of it.
-        return ELEMENT_BYTES[self.dtype] * (kv + q + qv + self.tile_m * own_columns) + 1024
+        return element * (kv + qv) + rows + 1024
+
+    @property
+    def q_out_bytes(self) -> int:
+        """Bytes of the q tiles where out takes their place."""
+        return self.tile_m * max(self.head_dim * INPUT_BYTES[self.dtype], self.head_dim_v * OUT_BYTES)
 
     @property
     def name(self) -> str:
@@ -172,13 +208,16 @@ class ForwardSpec(_Spec):
         threshold = f"t{self.rescale_threshold:g}"
         tile = f"{self.tile_m}x{self.tile_n}x{self.stages}"
         features = _changes(self, "softcap", "pack_gqa", "qv")
+        if self.fp8:
+            numbers = (("scale", self.key_block), ("vt", self.transpose_stages), ("add", self.promote))
+            features = [self.out_dtype, *(f"{word}{n}" for word, n in numbers if n), *features]
         return "_".join(
             (f"forward_{self.dtype}_{_dims(self)}_{self.mask}_{tile}_{switches or 'serial'}{threshold}", *features)
         )
 
     def validate(self) -> None:
         """Raise ``ValueError`` when no kernel can be compiled from this spec."""
-        _check_kind(self, TILE_CLASSES)
+        self._check_fp8()
         if self.mask == "blocks" and (self.tile_m != BLOCK or BLOCK % self.tile_n):
             raise ValueError(
                 f"tile_m={self.tile_m}, tile_n={self.tile_n}: with block masks tiles are {BLOCK} queries "
@@ -201,6 +240,29 @@ class ForwardSpec(_Spec):
         if not 0 <= self.rescale_threshold <= 8:
             raise ValueError(f"rescale_threshold={self.rescale_threshold}: allowed are 0 to 8")
         _check_memory(self)
+
+    def _check_fp8(self) -> None:
+        if not self.fp8:
+            _check_kind(self, TILE_CLASSES)
+            for name in ("out_dtype", "key_block", "transpose_stages", "promote"):
+                if getattr(self, name):
+                    raise ValueError(f"{name}={getattr(self, name)!r}: goes with dtype {FP8!r} alone")
+            return
+        _check_kind(self, FP8_CLASSES, (FP8,))
+        if self.out_dtype not in ELEMENT_BYTES:
+            raise ValueError(f"out_dtype={self.out_dtype!r}: allowed beside {FP8} are {', '.join(ELEMENT_BYTES)}")
+        if self.tile_n % FP8_KEYS:
+            raise ValueError(f"tile_n={self.tile_n}: beside {FP8} must be a multiple of {FP8_KEYS}")
+        if self.pack_gqa or self.qv:
+            raise ValueError(f"pack_gqa={self.pack_gqa}, qv={self.qv}: go with no {FP8}")
+        if not 0 <= self.transpose_stages <= 8:
+            raise ValueError(f"transpose_stages={self.transpose_stages}: allowed are 0 to 8")
+        if self.transpose_stages and not self.warp_specialized:
+            raise ValueError("transpose_stages without warp_specialized: the producer's warps transpose")
+        if self.key_block % self.tile_n:
+            raise ValueError(f"key_block={self.key_block}: must be a multiple of tile_n={self.tile_n}, or 0")
+        if self.promote < 0:
+            raise ValueError(f"promote={self.promote}: allowed are 0 and up")
 
 
 #: (head_dim, head_dim_v) of the backward's tile classes. At most 128 columns a warpgroup owns 64 keys of a block
@@ -621,10 +683,10 @@ def _check_columns(spec: Any, name: str, columns: set[int]) -> None:
         raise ValueError(f"{name}={getattr(spec, name)}: the tile classes are {BACKWARD_CLASSES}")
 
 
-def _check_kind(spec: Any, classes: tuple[tuple[int, int], ...]) -> None:
+def _check_kind(spec: Any, classes: tuple[tuple[int, int], ...], dtypes: Iterable[str] = ELEMENT_BYTES) -> None:
     """Raise ``ValueError`` for a dtype, head dims or mask of which there are no kernels."""
-    if spec.dtype not in ELEMENT_BYTES:
-        raise ValueError(f"dtype={spec.dtype!r}: allowed are {', '.join(ELEMENT_BYTES)}")
+    if spec.dtype not in dtypes:
+        raise ValueError(f"dtype={spec.dtype!r}: allowed are {', '.join(dtypes)}")
     if (spec.head_dim, spec.head_dim_v) not in classes:
         raise ValueError(f"head_dim={spec.head_dim}, head_dim_v={spec.head_dim_v}: the tile classes are {classes}")
     mask = getattr(spec, "mask", "full")

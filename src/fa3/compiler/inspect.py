@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _EM_CUDA = 190
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+#: Names of the WGMMA instructions: of 16-bit operands, and of 8-bit ones.
+PRODUCTS = ("HGMMA", "QGMMA")
 _LABEL = re.compile(r"^(\.L\w+):")
 _LABEL_OPERAND = re.compile(r"`\((\.L\w+)\)")
 
@@ -80,6 +82,11 @@ class Instruction:
     predicate: str | None
     opcode: str
     operands: str
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it is one of ``PRODUCTS``."""
+        return any(self.is_a(family) for family in PRODUCTS)
 
     def is_a(self, family: str) -> bool:
         """True for ``HGMMA.64x128x16...`` and the family ``HGMMA``."""
@@ -181,7 +188,7 @@ def read_report(resource_usage: str, sass: str) -> Report:
         local=usage["LOCAL"],
         spills=count("LDL", "STL"),
         shared_static=usage["SHARED"],
-        hgmma=count("HGMMA"),
+        hgmma=count(*PRODUCTS),
         utmaldg=count("UTMALDG"),
         utmastg=count("UTMASTG"),
         exp2=count("MUFU.EX2"),
@@ -215,7 +222,7 @@ def check(spec: KernelSpec, found: Report) -> list[str]:
 
 def _check_products(spec: ForwardSpec | BackwardSpec | QueryGradientSpec, found: Report) -> Iterator[str]:
     """What kernels with a main loop have in common: TMA, products that run on their own, registers that move."""
-    for name, number in (("HGMMA", found.hgmma), ("UTMALDG", found.utmaldg), ("UTMASTG", found.utmastg)):
+    for name, number in (("HGMMA or QGMMA", found.hgmma), ("UTMALDG", found.utmaldg), ("UTMASTG", found.utmastg)):
         # Packed rows of the output are no rectangle: threads write them.
         if not number and not (name == "UTMASTG" and spec.pack_gqa):
             yield f"no {name}: tiles must go through the tensor cores and TMA"
@@ -393,7 +400,7 @@ def _main_loops(blocks: list[_Block]) -> Iterator[list[Instruction]]:
 
     def does_both(body: set[int]) -> bool:
         opcodes = [instruction for index in body for instruction in blocks[index].instructions]
-        return any(i.is_a("HGMMA") for i in opcodes) and any(i.is_a("MUFU.EX2") for i in opcodes)
+        return any(i.multiplies for i in opcodes) and any(i.is_a("MUFU.EX2") for i in opcodes)
 
     main = [body for body in loops.values() if does_both(body)]
     for body in main:
@@ -422,7 +429,7 @@ def _exponentials_under_products(loop: list[Instruction]) -> int:
     # Twice round, counted in the second, as above.
     for counted in (False, True):
         for instruction in loop:
-            if instruction.is_a("HGMMA"):
+            if instruction.multiplies:
                 in_flight = True
             elif instruction.is_a("WARPGROUP.DEPBAR"):
                 in_flight = in_flight and int(instruction.operands.split(",")[-1], 0) >= 1

@@ -25,24 +25,39 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from fa3.spec import WARPGROUP_THREADS, WGMMA_ROWS, ForwardSpec
+from fa3.spec import FP8, WARPGROUP_THREADS, WGMMA_ROWS, ForwardSpec
 
-from .parts import barriers, copies, layout, products, ptx, rows, scores, softmax, tiles
+from .parts import (
+    barriers,
+    copies,
+    layout,
+    products,
+    ptx,
+    rows,
+    scaled_softmax,
+    scales,
+    scores,
+    softmax,
+    tiles,
+    transpose,
+)
 from .parts.epilogue import Epilogue
 from .parts.extras import extra_types, name_extra_numbers, score_factors
 from .parts.mask import Mask
 from .parts.producer import Producer
-from .parts.work import Consumer, Extras, Load, Loads, Operands, PackedRows, Shared, Sizes, Store, Work
+from .parts.work import Consumer, Extras, Load, Loads, Operands, PackedRows, Ring, RowScales, Shared, Sizes, Store, Work
 
 #: (producer, consumer) registers of a thread for each number of consumer warpgroups, in steps of 8. A block
 #: owns what its threads got at the launch (64 K over the threads, rounded down to 8 a thread), and what the
 #: producer gives up is all that the consumers can gain: a larger demand waits forever.
 REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160), 4: (32, 112)}
-for _consumers, (_producer, _consumer) in REGISTERS.items():
+#: The same where the producer's other warps transpose v.
+TRANSPOSING_REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
+for _consumers, (_producer, _consumer) in (*REGISTERS.items(), *TRANSPOSING_REGISTERS.items()):
     _at_launch = min(65536 // (WARPGROUP_THREADS * (_consumers + 1)) // 8 * 8, 248)
     assert _producer + _consumers * _consumer <= (_consumers + 1) * _at_launch
 
-DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16}
+DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, FP8: cutlass.Float8E4M3FN}
 
 
 class ForwardKernel(Producer, Epilogue):
@@ -50,11 +65,16 @@ class ForwardKernel(Producer, Epilogue):
 
     def __init__(self, spec: ForwardSpec):
         self.spec = spec
-        self.dtype = DTYPES[spec.dtype]
+        self.dtype, self.out_dtype = DTYPES[spec.dtype], DTYPES[spec.out_dtype or spec.dtype]
+        # The tensor core takes FP8 along the keys alone.
+        self.v_major = OperandMajorMode.K if spec.fp8 else OperandMajorMode.MN
+        self.transposes = spec.transpose_stages > 0
         self.tile_m, self.tile_n, self.stages = spec.tile_m, spec.tile_n, spec.stages
+        self.v_stages = spec.transpose_stages or spec.stages
         self.head_dim, self.head_dim_v = spec.head_dim, spec.head_dim_v
         self.groups = spec.consumer_warpgroups
         self.mask = spec.mask
+        self.softmax_state = scaled_softmax.State if spec.fp8 else softmax.State
         self.score_mod, self.mask_mod = scores.find_mod(spec.score_mod), scores.find_mod(spec.mask_mod)
 
     # ------------------------------------------------------------------ host
@@ -113,22 +133,28 @@ class ForwardKernel(Producer, Epilogue):
         k_view = copies.global_tensor(
             self.dtype, k, (seqlen_k, head_dim, heads_kv, batch), (k_row_stride, k_head_stride, k_batch_stride)
         )
-        v_view = copies.global_tensor(
-            self.dtype, v, (seqlen_k, head_dim_v, heads_kv, batch), (v_row_stride, v_head_stride, v_batch_stride)
-        )
+        v_shape = (seqlen_k, head_dim_v, heads_kv, batch)
+        if const_expr(self.spec.fp8 and not self.transposes):
+            # Its keys are filled up with zeros.
+            v_shape = (head_dim_v, (seqlen_k + 15) // 16 * 16, heads_kv, batch)
+        v_view = copies.global_tensor(self.dtype, v, v_shape, (v_row_stride, v_head_stride, v_batch_stride))
         out_view = copies.global_tensor(
-            self.dtype, out, (seqlen_q, head_dim_v, heads_q, batch), (out_row_stride, out_head_stride, out_batch_stride)
+            self.out_dtype, out, (seqlen_q, head_dim_v, heads_q, batch), (out_row_stride, out_head_stride, out_batch_stride)
         )
-        # The PV product sees V as its B operand, (head_dim_v, keys).
-        v_view = cute.make_tensor(v_view.iterator, cute.select(v_view.layout, mode=[1, 0, 2, 3]))
+        if const_expr(not self.spec.fp8):
+            # The PV product sees V as its B operand, (head_dim_v, keys).
+            v_view = cute.make_tensor(v_view.iterator, cute.select(v_view.layout, mode=[1, 0, 2, 3]))
 
         # Without a place of its own, the out tile of a warpgroup takes that of its q tile, and of no other's.
-        pitch = None if self.spec.out_has_own_tile else WGMMA_ROWS * max(self.head_dim, self.head_dim_v)
-        q_smem = copies.shared_layout(self.dtype, (WGMMA_ROWS, self.head_dim, self.groups), OperandMajorMode.K, pitch)
+        q_pitch, out_pitch = None, None
+        if const_expr(not self.spec.out_has_own_tile):
+            place = self.spec.q_out_bytes // self.groups
+            q_pitch, out_pitch = place * 8 // self.dtype.width, place * 8 // self.out_dtype.width
+        q_smem = copies.shared_layout(self.dtype, (WGMMA_ROWS, self.head_dim, self.groups), OperandMajorMode.K, q_pitch)
         k_smem = copies.shared_layout(self.dtype, (self.tile_n, self.head_dim, self.stages), OperandMajorMode.K)
-        v_smem = copies.shared_layout(self.dtype, (self.head_dim_v, self.tile_n, self.stages), OperandMajorMode.MN)
+        v_smem = copies.shared_layout(self.dtype, (self.head_dim_v, self.tile_n, self.stages), self.v_major)
         out_shape = (WGMMA_ROWS, self.spec.out_columns, self.groups)
-        out_smem = copies.shared_layout(self.dtype, out_shape, OperandMajorMode.K, pitch)
+        out_smem = copies.shared_layout(self.out_dtype, out_shape, OperandMajorMode.K, out_pitch)
 
         qv_smem = copies.shared_layout(self.dtype, (WGMMA_ROWS, self.head_dim_v, self.groups), OperandMajorMode.K)
         v_keys_smem = copies.shared_layout(self.dtype, (self.tile_n, self.head_dim_v, self.stages), OperandMajorMode.K)
@@ -137,7 +163,11 @@ class ForwardKernel(Producer, Epilogue):
         store = cpasync.CopyBulkTensorTileS2GOp()
         q_tma, q_tensor = copies.make_tma(load, q_view, q_smem)
         k_tma, k_tensor = copies.make_tma(load, k_view, k_smem)
-        v_tma, v_tensor = copies.make_tma(load, v_view, v_smem)
+        v_rows_smem = None
+        if const_expr(self.transposes):
+            v_rows_shape = (self.tile_n, self.head_dim_v, self.v_stages)
+            v_rows_smem = copies.shared_layout(self.dtype, v_rows_shape, OperandMajorMode.K)
+        v_tma, v_tensor = copies.make_tma(load, v_view, v_rows_smem if const_expr(self.transposes) else v_smem)
         out_tma, out_tensor = copies.make_tma(store, out_view, out_smem)
         qv_tma, qv_tensor = None, None
         if const_expr(self.spec.qv):
@@ -167,8 +197,9 @@ class ForwardKernel(Producer, Epilogue):
         )  # fmt: skip
         tanh_factor, mod_factor, scale = score_factors(self.spec, numbers["softcap"], softmax_scale)
         extras = Extras(
-            sink, sink_bytes, tanh_factor, mod_factor, numbers["score_aux"], numbers["mask_aux"], numbers["blocks"]
-        )
+            sink, sink_bytes, tanh_factor, mod_factor, numbers["score_aux"], numbers["mask_aux"], numbers["blocks"],
+            numbers["scales"],
+        )  # fmt: skip
         self.kernel(
             q_tma,
             q_tensor,
@@ -189,6 +220,7 @@ class ForwardKernel(Producer, Epilogue):
             out_smem,
             qv_smem,
             v_keys_smem,
+            v_rows_smem,
             sizes,
             extras,
             counter,
@@ -207,8 +239,8 @@ class ForwardKernel(Producer, Epilogue):
         return products.make_mma(self.dtype, self.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
 
     def pv_mma(self) -> cute.TiledMma:
-        """O += P V of one warpgroup, P from registers, V with its columns contiguous."""
-        return products.make_mma(self.dtype, self.head_dim_v, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+        """O += P V of one warpgroup, P from registers, V with its columns contiguous, of FP8 with its keys."""
+        return products.make_mma(self.dtype, self.head_dim_v, warpgroup.OperandSource.RMEM, self.v_major)
 
     # ------------------------------------------------------------------ device
 
@@ -234,6 +266,7 @@ class ForwardKernel(Producer, Epilogue):
         out_smem: cute.ComposedLayout,
         qv_smem: cute.ComposedLayout,
         v_keys_smem: cute.ComposedLayout,
+        v_rows_smem: cute.ComposedLayout | None,
         sizes: Sizes,
         extras: Extras,
         counter: Int64,
@@ -253,8 +286,9 @@ class ForwardKernel(Producer, Epilogue):
 
         q_elements, out_elements = cute.cosize(q_smem), cute.cosize(out_smem)
         if const_expr(not spec.out_has_own_tile):
-            q_elements = self.groups * WGMMA_ROWS * max(self.head_dim, self.head_dim_v)
+            q_elements = self.spec.q_out_bytes * 8 // self.dtype.width
             out_elements = 0
+        v_rows_elements = cute.cosize(v_rows_smem) if self.transposes else 0
 
         @cute.struct
         class SharedStorage:
@@ -264,13 +298,16 @@ class ForwardKernel(Producer, Epilogue):
             k_empty: cute.struct.MemRange[Int64, self.stages]
             v_full: cute.struct.MemRange[Int64, self.stages]
             v_empty: cute.struct.MemRange[Int64, self.stages]
+            v_rows_full: cute.struct.MemRange[Int64, spec.transpose_stages]
+            v_rows_empty: cute.struct.MemRange[Int64, spec.transpose_stages]
             tile_full: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_empty: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_slots: cute.struct.MemRange[Int32, 3 * tiles.SLOTS]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, q_elements], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_smem)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_smem)], 1024]
-            out: cute.struct.Align[cute.struct.MemRange[self.dtype, out_elements], 1024]
+            v_rows: cute.struct.Align[cute.struct.MemRange[self.dtype, v_rows_elements], 1024]
+            out: cute.struct.Align[cute.struct.MemRange[self.out_dtype, out_elements], 1024]
             qv: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(qv_smem) if spec.qv else 0], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(SharedStorage)
@@ -279,10 +316,13 @@ class ForwardKernel(Producer, Epilogue):
             storage.q.get_tensor(q_smem.outer, swizzle=q_smem.inner),
             storage.k.get_tensor(k_smem.outer, swizzle=k_smem.inner),
             storage.v.get_tensor(v_smem.outer, swizzle=v_smem.inner),
-            out_storage.get_tensor(out_smem.outer, swizzle=out_smem.inner),
+            out_storage.get_tensor(out_smem.outer, swizzle=out_smem.inner, dtype=self.out_dtype),
             storage.qv.get_tensor(qv_smem.outer, swizzle=qv_smem.inner) if const_expr(spec.qv) else None,
             # The same bytes as v: the columns of a key lie along a row of the swizzle in both, so both orders agree.
             storage.v.get_tensor(v_keys_smem.outer, swizzle=v_keys_smem.inner) if const_expr(spec.qv) else None,
+            storage.v_rows.get_tensor(v_rows_smem.outer, swizzle=v_rows_smem.inner)
+            if const_expr(self.transposes)
+            else None,
         )
         extras = extras._replace(
             score_aux=scores.make_aux(spec.score_aux, extras.score_aux),
@@ -290,7 +330,11 @@ class ForwardKernel(Producer, Epilogue):
         )
         q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
         k_full, k_empty = storage.k_full.data_ptr(), storage.k_empty.data_ptr()
-        v_full, v_empty = storage.v_full.data_ptr(), storage.v_empty.data_ptr()
+        v_ready = Ring(storage.v_full.data_ptr(), storage.v_empty.data_ptr())
+        v_full, v_empty = v_ready.full, v_ready.empty
+        if const_expr(self.transposes):
+            v_full, v_empty = storage.v_rows_full.data_ptr(), storage.v_rows_empty.data_ptr()
+        transposers = transpose.WARPS if self.transposes else 0
         supply = tiles.Supply(
             counter,
             sizes.tiles,
@@ -309,20 +353,28 @@ class ForwardKernel(Producer, Epilogue):
                     cute.arch.mbarrier_init(q_empty + g, 4 if spec.out_has_own_tile else 1)
                 for s in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(k_full + s, 1)
-                    cute.arch.mbarrier_init(v_full + s, 1)
+                    cute.arch.mbarrier_init(v_ready.full + s, transposers or 1)
                     # Every consumer warp releases a stage for itself.
                     cute.arch.mbarrier_init(k_empty + s, 4 * self.groups)
-                    cute.arch.mbarrier_init(v_empty + s, 4 * self.groups)
+                    cute.arch.mbarrier_init(v_ready.empty + s, 4 * self.groups)
+                for s in cutlass.range_constexpr(spec.transpose_stages):
+                    cute.arch.mbarrier_init(v_full + s, 1)
+                    cute.arch.mbarrier_init(v_empty + s, transposers)
                 for s in cutlass.range_constexpr(tiles.SLOTS):
                     cute.arch.mbarrier_init(supply.full + s, 1)
-                    cute.arch.mbarrier_init(supply.empty + s, 4 * self.groups)
+                    cute.arch.mbarrier_init(supply.empty + s, 4 * self.groups + transposers)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         # Tiles of the global tensors: (rows, columns, tile, head, batch).
         q_tiles = cute.local_tile(q_tensor, (WGMMA_ROWS, self.head_dim), (None, 0, None, None))
         k_tiles = cute.local_tile(k_tensor, (self.tile_n, self.head_dim), (None, 0, None, None))
-        v_tiles = cute.local_tile(v_tensor, (self.head_dim_v, self.tile_n), (0, None, None, None))
+        v_in_shared, v_tile_smem = shared.v, v_smem
+        if const_expr(self.transposes):
+            v_tiles = cute.local_tile(v_tensor, (self.tile_n, self.head_dim_v), (None, 0, None, None))
+            v_in_shared, v_tile_smem = shared.v_rows, v_rows_smem
+        else:
+            v_tiles = cute.local_tile(v_tensor, (self.head_dim_v, self.tile_n), (0, None, None, None))
         out_tiles = cute.local_tile(out_tensor, (WGMMA_ROWS, spec.out_columns), (None, None, None, None))
         qv_load = None
         if const_expr(spec.qv):
@@ -333,18 +385,23 @@ class ForwardKernel(Producer, Epilogue):
         loads = Loads(
             Load(q_tma, *copies.partition(q_tma, shared.q, q_tiles), q_full, q_empty, self.tile_bytes(q_smem)),
             Load(k_tma, *copies.partition(k_tma, shared.k, k_tiles), k_full, k_empty, self.tile_bytes(k_smem)),
-            Load(v_tma, *copies.partition(v_tma, shared.v, v_tiles), v_full, v_empty, self.tile_bytes(v_smem)),
+            Load(v_tma, *copies.partition(v_tma, v_in_shared, v_tiles), v_full, v_empty, self.tile_bytes(v_tile_smem)),
             qv_load,
             packed_q,
+            v_ready,
         )
         store_out = Store(out_tma, *copies.partition(out_tma, shared.out, out_tiles), packed_out, lse)
 
         if const_expr(spec.warp_specialized):
-            producer_registers, consumer_registers = REGISTERS[self.groups]
+            registers = TRANSPOSING_REGISTERS if self.transposes else REGISTERS
+            producer_registers, consumer_registers = registers[self.groups]
             if group_index == 0:
                 cute.arch.setmaxregister_decrease(producer_registers)
                 if warp_index == 0:
                     self.load(sizes, extras, supply, loads)
+                elif const_expr(self.transposes):
+                    v_rows_address, v_address = storage.v_rows.data_ptr().toint(), storage.v.data_ptr().toint()
+                    self.transpose(sizes, extras, supply, loads, Int32(v_rows_address), Int32(v_address))
             else:
                 cute.arch.setmaxregister_increase(consumer_registers)
                 thread = thread - WARPGROUP_THREADS
@@ -375,6 +432,7 @@ class ForwardKernel(Producer, Epilogue):
         )
         qk_mma, pv_mma = self.qk_mma(), self.pv_mma()
         qk_slice, pv_slice = qk_mma.get_slice(0), pv_mma.get_slice(0)
+        output = cute.make_rmem_tensor(pv_mma.partition_shape_C((WGMMA_ROWS, self.head_dim_v)), Float32)
         operands = Operands(
             qk_mma.make_fragment_A(qk_slice.partition_A(shared.q[None, None, group])),
             qk_mma.make_fragment_B(qk_slice.partition_B(shared.k)),
@@ -383,9 +441,10 @@ class ForwardKernel(Producer, Epilogue):
             qk_mma.make_fragment_B(qk_slice.partition_B(shared.v_keys)) if const_expr(self.spec.qv) else None,
             layout.make_probability_operand(self.tile_n, self.dtype),
             cute.make_rmem_tensor(qk_mma.partition_shape_C((WGMMA_ROWS, self.tile_n)), Float32),
-            cute.make_rmem_tensor(pv_mma.partition_shape_C((WGMMA_ROWS, self.head_dim_v)), Float32),
+            output,
+            cute.make_rmem_tensor(output.layout, Float32) if const_expr(self.spec.promote) else output,
         )
-        state = softmax.State.make(scale_log2)
+        state = self.softmax_state.make(scale_log2)
 
         if const_expr(self.spec.pingpong):
             # The last group lets group 0 begin; the grant left over at the end is never taken.
@@ -407,8 +466,11 @@ class ForwardKernel(Producer, Epilogue):
                 rows.load_packed(self.dtype, self.head_dim, loads.packed_q, work, me, q_tile)
             operands.output.fill(0.0)
             state.reset()
-            self.attend_tile(work, me, loads, operands, state)
+            me_here = self.with_scales(work, me) if const_expr(self.spec.fp8) else me
+            self.attend_tile(work, me_here, loads, operands, state)
             self.finish_rows(work, me, store_out.lse, state)
+            if const_expr(self.spec.fp8):
+                state.multiply(me_here.scales.output)
             state.normalize(layout.rows_and_columns(operands.output))
             self.store(work, me, loads.q, shared, store_out, operands.output)
             position += work.key_tiles
@@ -447,17 +509,20 @@ class ForwardKernel(Producer, Epilogue):
             barriers.wait_full(loads.q.full + me.group, work.done, 1)
 
         if first < end:
-            self.step(work, first, me, loads, operands, state, masked=True, first=True)
+            self.step(work, first, Int32(0), me, loads, operands, state, masked=True, first=True)
             self.attend_steps(work, me, group_row, first + 1, end, loads, operands, state)
             if const_expr(self.spec.out_has_own_tile and not self.spec.pack_gqa):
                 barriers.release(loads.q.empty + me.group, work.done, 1)
 
             last = work.position + end - 1
-            barriers.wait_full(loads.v.full, last, self.stages)
+            barriers.wait_full(loads.v_ready.full, last, self.stages)
             v_tile = self.tile_at(operands.v, last)
-            products.issue(self.pv_mma(), operands.output, operands.p, v_tile, accumulate=True)
+            accumulate = self.goes_on(end - first)
+            products.issue(self.pv_mma(), operands.partial, operands.p, v_tile, accumulate)
             warpgroup.wait_group(0)
-            barriers.release(loads.v.empty, last, self.stages)
+            barriers.release(loads.v_ready.empty, last, self.stages)
+            if const_expr(self.spec.promote):
+                products.add_up(operands.output, operands.partial)
         elif const_expr(self.spec.out_has_own_tile and not self.spec.pack_gqa):
             barriers.release(loads.q.empty + me.group, work.done, 1)
         if const_expr(self.mask == "window"):
@@ -489,7 +554,7 @@ class ForwardKernel(Producer, Epilogue):
                 cut = True
                 if const_expr(self.mask == "blocks" or self.mask_mod is None):
                     cut = step < first_whole or step >= end_whole
-                self.step(work, step, me, loads, operands, state, masked=cut)
+                self.step(work, step, step - start + 1, me, loads, operands, state, masked=cut)
         else:
             first_whole = start
             if const_expr(self.spec.causal):
@@ -498,9 +563,9 @@ class ForwardKernel(Producer, Epilogue):
                 _, end_tile = sizes.mask.whole_key_tiles(*queries, self.tile_n, self.mask)
                 first_whole = cutlass.max(work.last_tile + 1 - end_tile, start)
                 for step in cutlass.range(start, cutlass.min(first_whole, end), unroll=1):
-                    self.step(work, step, me, loads, operands, state, masked=True)
+                    self.step(work, step, step - start + 1, me, loads, operands, state, masked=True)
             for step in cutlass.range(first_whole, end, unroll=1):
-                self.step(work, step, me, loads, operands, state, masked=False)
+                self.step(work, step, step - start + 1, me, loads, operands, state, masked=False)
 
     @cute.jit
     def skip_step(self, work: Work, step: Int32, me: Consumer, loads: Loads):
@@ -512,14 +577,15 @@ class ForwardKernel(Producer, Epilogue):
         if const_expr(self.spec.pingpong):
             barriers.take_turn(me.group)
             barriers.give_turn(me.group, self.groups)
-        barriers.wait_full(loads.v.full, position, self.stages)
-        barriers.release(loads.v.empty, position, self.stages)
+        barriers.wait_full(loads.v_ready.full, position, self.stages)
+        barriers.release(loads.v_ready.empty, position, self.stages)
 
     @cute.jit
     def step(
         self,
         work: Work,
         step: Int32,
+        count: Int32,
         me: Consumer,
         loads: Loads,
         operands: Operands,
@@ -527,15 +593,19 @@ class ForwardKernel(Producer, Epilogue):
         masked: Boolean | bool,
         first: cutlass.Constexpr = False,
     ):
-        """Scores of this step's key tile, and the PV product of the step before, which the group's first lacks."""
+        """Scores of this step's key tile, and the PV product of the step before, which the group's first lacks.
+
+        ``count`` is the number of steps that the group has done in this tile of work.
+        """
         self.load_next_step(work, loads, me, step)
         position = work.position + step
+        factors = self.factors_of(work, me, step)
         # All that the products need is there before the turn is taken: nothing else holds them up.
         barriers.wait_full(loads.k.full, position, self.stages)
         if const_expr(self.spec.qv):
-            barriers.wait_full(loads.v.full, position, self.stages)
+            barriers.wait_full(loads.v_ready.full, position, self.stages)
         if const_expr(not first):
-            barriers.wait_full(loads.v.full, position - 1, self.stages)
+            barriers.wait_full(loads.v_ready.full, position - 1, self.stages)
         k_tile = self.tile_at(operands.k, position)
         v_tile = self.tile_at(operands.v, position - 1)
         if const_expr(self.spec.pingpong):
@@ -548,22 +618,69 @@ class ForwardKernel(Producer, Epilogue):
         if const_expr(self.spec.pingpong):
             barriers.give_turn(me.group, self.groups)
         if const_expr(not first):
-            products.issue(self.pv_mma(), operands.output, operands.p, v_tile, accumulate=True)
+            products.issue(self.pv_mma(), operands.partial, operands.p, v_tile, self.goes_on(count))
 
         # With overlap only the scores are waited for: PV runs on under the softmax.
         warpgroup.wait_group(1 if const_expr(self.spec.overlap and not first) else 0)
         barriers.release(loads.k.empty, position, self.stages)
-        moved = self.softmax_step(work, me, operands.scores, state, step, masked)
+        moved = self.softmax_step(work, me, operands.scores, state, step, masked, factors)
 
         # At the first step the output is still zero: the references may move without a rescale.
         if const_expr(not first):
             if const_expr(self.spec.overlap):
                 ptx.keep_before_here(state.total[0] + state.total[1])
             warpgroup.wait_group(0)
-            barriers.release(loads.v.empty, position - 1, self.stages)
+            barriers.release(loads.v_ready.empty, position - 1, self.stages)
+            if const_expr(self.spec.promote):
+                if count % self.spec.promote == 0:
+                    products.add_up(operands.output, operands.partial)
             if moved:
                 softmax.scale_rows(layout.rows_and_columns(operands.output), state.factor)
-        products.round_to(self.dtype, operands.scores, operands.p)
+                if const_expr(self.spec.promote):
+                    softmax.scale_rows(layout.rows_and_columns(operands.partial), state.factor)
+        if const_expr(self.spec.fp8):
+            products.round_to_fp8(operands.scores, operands.p)
+        else:
+            products.round_to(self.dtype, operands.scores, operands.p)
+
+    def goes_on(self, count: Int32) -> Boolean | bool:
+        """Whether PV product number ``count`` of a tile of work, from 1 on, adds to what the ones before it made."""
+        return (count - 1) % self.spec.promote != 0 if self.spec.promote else True
+
+    @cute.jit
+    def with_scales(self, work: Work, me: Consumer) -> Consumer:
+        """The consumer with the scales of its rows of a tile of work."""
+        of = scales.Scales.of_numbers(work.extras.scales)
+        head_kv = work.head // work.sizes.heads_per_kv
+        row = work.first_row + WGMMA_ROWS * me.group
+        block = cutlass.max(cutlass.min(row, work.sizes.rows - 1), 0) // of.query_block
+        of_scores = scales.read(of.q, work.batch_index, work.head // of.query_heads, block)
+        largest_inverse = Float32(0.0)
+        if const_expr(self.spec.key_block):
+            output = scales.read(of.largest, work.batch_index, head_kv, Int32(0))
+            largest_inverse = scales.inverse(output)
+        else:
+            output = scales.read(of.v, work.batch_index, head_kv, Int32(0))
+            of_scores = scales.factor_of(of_scores, scales.read(of.k, work.batch_index, head_kv, Int32(0)))
+        return me._replace(scales=RowScales(of_scores, output, largest_inverse))
+
+    @cute.jit
+    def factors_of(self, work: Work, me: Consumer, step: Int32) -> scales.Factors | None:
+        """What scales make of the scores of a step; of 16-bit tensors nothing."""
+        factors = None
+        if const_expr(self.spec.key_block):
+            of = scales.Scales.of_numbers(work.extras.scales)
+            head_kv = work.head // work.sizes.heads_per_kv
+            block = self.key_tile_of(work, step) // (self.spec.key_block // self.tile_n)
+            factors = scales.factors_of_tile(
+                me.scales.scores,
+                scales.read(of.k, work.batch_index, head_kv, block),
+                scales.read(of.v, work.batch_index, head_kv, block),
+                me.scales.largest_inverse,
+            )
+        elif const_expr(self.spec.fp8):
+            factors = scales.Factors(me.scales.scores, None, None)
+        return factors
 
     def tile_at(self, operand: cute.Tensor, position: Int32) -> cute.Tensor:
         """The tile of a B operand in the stage of ``position``."""
@@ -578,6 +695,7 @@ class ForwardKernel(Producer, Epilogue):
         state: softmax.State,
         step: Int32,
         masked: Boolean | bool,
+        factors: scales.Factors | None,
     ) -> Boolean:
         """Turn scores into probabilities and bring the softmax state up to date.
 
@@ -585,6 +703,15 @@ class ForwardKernel(Producer, Epilogue):
         """
         view = layout.rows_and_columns(raw_scores)
         extras = work.extras
+        scale_log2 = state.scale_log2
+        if const_expr(self.spec.fp8):
+            # The scales join the first factor that there is.
+            if const_expr(self.spec.softcap):
+                extras = extras._replace(tanh_factor=extras.tanh_factor * factors.scores)
+            elif const_expr(self.score_mod is not None):
+                extras = extras._replace(mod_factor=extras.mod_factor * factors.scores)
+            else:
+                scale_log2 = scale_log2 * factors.scores
         if const_expr(self.spec.softcap):
             scores.cap(view, extras.tanh_factor)
         if const_expr(self.score_mod is not None):
@@ -597,10 +724,16 @@ class ForwardKernel(Producer, Epilogue):
                 self.hide(work, me, view, step)
         elif masked:
             self.hide(work, me, view, step)
-        moved = state.must_move(view)
-        if moved:
-            state.move(view, self.spec.rescale_threshold)
-        state.exponentiate(view)
+        if const_expr(self.spec.fp8):
+            moved = state.must_move_to(view, scale_log2)
+            if moved:
+                state.move_to(view, scale_log2, self.spec.rescale_threshold)
+            state.exponentiate_with(view, scale_log2, factors)
+        else:
+            moved = state.must_move(view)
+            if moved:
+                state.move(view, self.spec.rescale_threshold)
+            state.exponentiate(view)
         return moved
 
     @cute.jit

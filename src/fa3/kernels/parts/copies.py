@@ -19,21 +19,26 @@ def global_tensor(
     return cute.make_tensor(pointer, cute.make_layout(shape, stride=(row, 1, head, batch)))
 
 
+def swizzle_span(contiguous: int) -> int:
+    """Bytes over which the layout of a tile swizzles, by its contiguous bytes."""
+    return next(span for span in (128, 64, 32) if contiguous % span == 0)
+
+
 def shared_layout(
     dtype: type[cutlass.Numeric], shape: tuple, major: OperandMajorMode, pitch: int | None = None, part: int = 0
 ) -> cute.ComposedLayout:
-    """Swizzled layout of tiles in shared memory, (rows, columns, stage); the swizzle spans 128 bytes, or 64.
+    """Swizzled layout of tiles in shared memory, (rows, columns, stage); the swizzle spans 128 bytes, or 64, or 32.
 
     ``pitch`` is the number of elements from one tile to the next, if it is not that of a tile. Operands may begin at
     multiples of ``part`` contiguous elements, if it is given.
     """
     kinds = warpgroup.SmemLayoutAtomKind
     contiguous = part or (shape[1] if major == OperandMajorMode.K else shape[0])
-    wide = contiguous * dtype.width % (8 * 128) == 0
     if major == OperandMajorMode.K:
-        kind, order = kinds.K_SW128 if wide else kinds.K_SW64, (0, 1, 2)
+        spans, order = {128: kinds.K_SW128, 64: kinds.K_SW64, 32: kinds.K_SW32}, (0, 1, 2)
     else:
-        kind, order = kinds.MN_SW128 if wide else kinds.MN_SW64, (1, 0, 2)
+        spans, order = {128: kinds.MN_SW128, 64: kinds.MN_SW64, 32: kinds.MN_SW32}, (1, 0, 2)
+    kind = spans[swizzle_span(contiguous * dtype.width // 8)]
     layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order)
     if pitch is None:
         return layout

@@ -17,7 +17,7 @@ class Epilogue:
     """The finishing half of a consumer."""
 
     spec: ForwardSpec
-    dtype: type[cutlass.Numeric]
+    out_dtype: type[cutlass.Numeric]
     head_dim_v: int
 
     def rows_of(self, work: Work, me: Consumer) -> tuple[Int32, Int32]:
@@ -59,10 +59,10 @@ class Epilogue:
         """Send the out tile through shared memory, in one part or two."""
         columns = self.spec.out_columns
         out_tile = shared.out[None, None, me.group]
-        rounded = cute.make_rmem_tensor(output.layout, self.dtype)
-        products.round_to(self.dtype, output, rounded)
-        mma = products.make_mma(self.dtype, columns, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
-        copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
+        rounded = cute.make_rmem_tensor(output.layout, self.out_dtype)
+        products.round_to(self.out_dtype, output, rounded)
+        mma = products.make_mma(self.out_dtype, columns, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+        copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.out_dtype), mma)
         copy_slice = copy.get_slice(32 * me.warp + me.lane)
         part_layout = cute.make_layout(mma.partition_shape_C((WGMMA_ROWS, columns)))
         for part in cutlass.range_constexpr(self.head_dim_v // columns):
@@ -76,7 +76,7 @@ class Epilogue:
             cute.arch.fence_proxy("async.shared", space="cta")
             barriers.sync_group(me.group)
             if const_expr(self.spec.pack_gqa):
-                rows.store_packed(self.dtype, self.head_dim_v, store_out.packed, work, me, out_tile)
+                rows.store_packed(self.out_dtype, self.head_dim_v, store_out.packed, work, me, out_tile)
                 # Read by all before anybody writes the next tile into this memory.
                 barriers.sync_group(me.group)
             elif me.warp == 0:

@@ -9,6 +9,8 @@ from cutlass import Float32, Int32, Int64
 
 from fa3.spec import BackwardSpec, ForwardSpec, QueryGradientSpec
 
+from .scales import SCALE_TYPES
+
 
 def extra_types(
     spec: ForwardSpec | BackwardSpec | QueryGradientSpec,
@@ -31,6 +33,8 @@ def extra_types(
         extras.append(("blocks", (Int64, Int64, Int32, Int32, Int32)))
         if isinstance(spec, BackwardSpec) and spec.deterministic:
             extras.append(("list_turns", (Int64,)))
+    if isinstance(spec, ForwardSpec) and spec.fp8:
+        extras.append(("scales", SCALE_TYPES))
     return extras
 
 
@@ -38,7 +42,7 @@ def name_extra_numbers(spec: ForwardSpec | BackwardSpec | QueryGradientSpec, num
     """The extra arguments of the launch by name; what the spec does not use is 0."""
     zero = Int32(0)
     named: dict[str, Any] = {"window": (zero,) * 3, "softcap": Float32(1.0)}
-    named |= dict.fromkeys(("score_aux", "mask_aux", "blocks", "list_turns"), ())
+    named |= dict.fromkeys(("score_aux", "mask_aux", "blocks", "list_turns", "scales"), ())
     for name, types in extra_types(spec):
         named[name], numbers = numbers[: len(types)], numbers[len(types) :]
     if spec.softcap:

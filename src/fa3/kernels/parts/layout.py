@@ -7,6 +7,11 @@ two columns run fastest, then the two rows, then the groups of 8 columns.
 
 The A operand of a 16-bit WGMMA has the same order with 16 columns to a step, so the scores, converted in
 place, are the probabilities' operand without any shuffle.
+
+That of an 8-bit WGMMA, with 32 columns to a step, gives a thread four neighbouring columns, ``4 * (lane % 4)`` on, of
+each 16. The order of keys is of no matter to the sum over them, so the second operand brings its keys in the order in
+which threads hold the scores: slot ``4 * t + j`` of 16 is key ``2 * t + j`` for j below 2, and ``6 + 2 * t + j`` from
+there on.
 """
 
 import cutlass
@@ -14,6 +19,11 @@ import cutlass.cute as cute
 
 #: Rows of the accumulator that one thread holds.
 ROWS_PER_THREAD = 2
+
+
+def flat(fragment: cute.Tensor) -> cute.Tensor:
+    """View a fragment as one row of registers."""
+    return cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment)))
 
 
 def rows_and_columns(accumulator: cute.Tensor) -> cute.Tensor:
@@ -24,7 +34,9 @@ def rows_and_columns(accumulator: cute.Tensor) -> cute.Tensor:
 
 
 def make_probability_operand(tile_n: int, dtype: type[cutlass.Numeric]) -> cute.Tensor:
-    """Registers for the A operand of the PV product: (8 values, 1, tile_n / 16 steps)."""
+    """Registers for the A operand of the PV product: (values, 1, steps), 8 of 16 bits or 16 of 8 bits to a step."""
+    if dtype.width == 8:
+        return cute.make_rmem_tensor(cute.make_layout(((4, 2, 2), 1, tile_n // 32)), dtype)
     return cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, tile_n // 16)), dtype)
 
 

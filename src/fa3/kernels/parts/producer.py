@@ -8,7 +8,7 @@ from cutlass import Int32, Int64, const_expr
 
 from fa3.spec import WGMMA_ROWS, ForwardSpec
 
-from . import barriers, copies, rows, tiles
+from . import barriers, copies, rows, tiles, transpose
 from .work import Consumer, Extras, Load, Loads, Sizes, Work
 
 
@@ -21,6 +21,7 @@ class Producer:
     tile_m: int
     tile_n: int
     stages: int
+    v_stages: int
     groups: int
 
     @cute.jit
@@ -90,7 +91,7 @@ class Producer:
             work = self.work_of(sizes, extras, m_block, head, batch_index, done, position)
             # K first: its stage is free before the consumers have done with the q tiles.
             if work.key_tiles > 0:
-                self.load_step(work, loads.k, Int32(0))
+                self.load_step(work, loads.k, Int32(0), self.stages)
             # Under a window the warpgroups begin and end one after the other: each gets its q tile when it begins,
             # so that the first are in the next tile while the last are still in this one.
             begins = tuple(self.first_step_of(work, g) for g in range(self.groups))
@@ -98,10 +99,10 @@ class Producer:
             for step in cutlass.range(1, work.key_tiles, unroll=1):
                 if const_expr(self.mask == "window"):
                     self.load_q_tiles(work, loads, begins, step)
-                self.load_step(work, loads.k, step)
-                self.load_step(work, loads.v, step - 1)
+                self.load_step(work, loads.k, step, self.stages)
+                self.load_step(work, loads.v, step - 1, self.v_stages)
             if work.key_tiles > 0:
-                self.load_step(work, loads.v, work.key_tiles - 1)
+                self.load_step(work, loads.v, work.key_tiles - 1, self.v_stages)
                 if const_expr(self.mask == "window"):
                     self.load_q_tiles(work, loads, begins, work.key_tiles)
             position += work.key_tiles
@@ -133,14 +134,49 @@ class Producer:
                         copies.issue(loads.qv, g, tile, work.head, work.batch_index)
 
     @cute.jit
-    def load_step(self, work: Work, load: Load, step: Int32):
+    def load_step(self, work: Work, load: Load, step: Int32, stages: cutlass.Constexpr):
         """Bring the key tile of ``step`` as soon as its stage is free."""
         position = work.position + step
         key_tile = self.key_tile_of(work, step)
-        barriers.wait_empty(load.empty, position, self.stages)
-        stage = barriers.stage_of(position, self.stages)
+        barriers.wait_empty(load.empty, position, stages)
+        stage = barriers.stage_of(position, stages)
         head_kv = work.head // work.sizes.heads_per_kv
         copies.issue(load, stage, key_tile, head_kv, work.batch_index)
+
+    @cute.jit
+    def transpose(
+        self, sizes: Sizes, extras: Extras, supply: tiles.Supply, loads: Loads, rows_address: Int32, address: Int32
+    ):
+        """One of the producer's warps that load nothing: turn each v tile of rows into one of columns.
+
+        The addresses are those of the first stage of either in shared memory.
+        """
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 32) - 1, cute.arch.lane_idx()
+        tile_bytes = self.tile_n * self.head_dim_v
+        done, position = Int32(0), Int32(0)
+        m_block, head, batch_index = supply.take(done)
+        while m_block >= 0:
+            work = self.work_of(sizes, extras, m_block, head, batch_index, done, position)
+            for step in cutlass.range(0, work.key_tiles, unroll=1):
+                at = position + step
+                barriers.wait_full(loads.v.full, at, self.v_stages)
+                barriers.wait_empty(loads.v_ready.empty, at, self.stages)
+                transpose.transpose_tile(
+                    rows_address + barriers.stage_of(at, self.v_stages) * tile_bytes,
+                    address + barriers.stage_of(at, self.stages) * tile_bytes,
+                    self.tile_n,
+                    self.head_dim_v,
+                    warp,
+                    lane,
+                )
+                # Ordinary writes must be visible to the tensor core; then all lanes have written, and read.
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.sync_warp()
+                barriers.release(loads.v_ready.full, at, self.stages)
+                barriers.release(loads.v.empty, at, self.v_stages)
+            position += work.key_tiles
+            done += 1
+            m_block, head, batch_index = supply.take(done)
 
     @cute.jit
     def load_first_steps(self, work: Work, loads: Loads):
@@ -148,8 +184,8 @@ class Producer:
         self.load_q_tiles(work, loads, (Int32(0),) * self.groups, Int32(0))
         for step in cutlass.range_constexpr(self.stages):
             if step < work.key_tiles:
-                self.load_step(work, loads.k, Int32(step))
-                self.load_step(work, loads.v, Int32(step))
+                self.load_step(work, loads.k, Int32(step), self.stages)
+                self.load_step(work, loads.v, Int32(step), self.stages)
 
     @cute.jit
     def load_next_step(self, work: Work, loads: Loads, me: Consumer, step: Int32):
@@ -158,7 +194,7 @@ class Producer:
             if me.loads:
                 next_k = step - 1 + self.stages
                 if step >= 1 and next_k < work.key_tiles:
-                    self.load_step(work, loads.k, next_k)
+                    self.load_step(work, loads.k, next_k, self.stages)
                 next_v = step - 2 + self.stages
                 if step >= 2 and next_v < work.key_tiles:
-                    self.load_step(work, loads.v, next_v)
+                    self.load_step(work, loads.v, next_v, self.stages)

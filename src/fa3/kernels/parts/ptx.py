@@ -35,6 +35,43 @@ def pack_pair(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Int3
     )
 
 
+def pack_four(first: Float32, second: Float32, third: Float32, fourth: Float32) -> Int32:
+    """Round four float32 to e4m3, to nearest even, saturating at 448; ``first`` in the lowest byte. NaN stays NaN."""
+    return cute.arch.inline_ptx(
+        "{\n.reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};\n"
+        "mov.b32 {$w0}, {low, high};\n}",
+        write_only_types=[Int32],
+        read_only_args=[first, second, third, fourth],
+    )
+
+
+def load_matrices_transposed(address: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+    """Four 8x8 matrices of 16-bit elements from shared memory, each transposed: one word of each.
+
+    Lane l gives the address of row ``l % 8`` of matrix ``l // 8``, and gets of each matrix the elements of column
+    ``l // 4`` in rows ``2 * (l % 4)`` and that plus 1. Called by one whole warp.
+    """
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+def store_matrices(address: Int32, first: Int32, second: Int32, third: Int32, fourth: Int32):
+    """Four 8x8 matrices of 16-bit elements to shared memory.
+
+    Lane l gives the address of row ``l % 8`` of matrix ``l // 8``, and of each matrix row ``l // 4``, columns
+    ``2 * (l % 4)`` and that plus 1. Called by one whole warp.
+    """
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, first, second, third, fourth],
+    )
+
+
 def unpack(pair: Int32, half: int, dtype: type[cutlass.Numeric]) -> Float32:
     """Widen the lower (0) or upper (1) half of a pair of fp16 or bf16 to float32."""
     if dtype is cutlass.BFloat16:

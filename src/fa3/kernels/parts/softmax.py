@@ -133,11 +133,11 @@ class State(NamedTuple):
     factor: cute.Tensor
     scale_log2: Float32
 
-    @staticmethod
-    def make(scale_log2: Float32) -> State:
+    @classmethod
+    def make(cls, scale_log2: Float32) -> State:
         """Registers for a state; see ``reset``."""
         reference, offset, total, factor = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(4))
-        return State(reference, offset, cute.make_rmem_tensor(ROWS_PER_THREAD, Int32), total, factor, scale_log2)
+        return cls(reference, offset, cute.make_rmem_tensor(ROWS_PER_THREAD, Int32), total, factor, scale_log2)
 
     @cute.jit
     def reset(self):

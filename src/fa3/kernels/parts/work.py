@@ -48,6 +48,8 @@ class Extras(NamedTuple):
     #: (address of counts, address of indices, batch stride, head stride, key blocks) of a block mask; strides in
     #: blocks of queries.
     blocks: tuple
+    #: Of FP8, as `fa3.kernels.parts.scales.Scales.of_numbers` takes them.
+    scales: tuple = ()
 
 
 class Work(NamedTuple):
@@ -80,6 +82,13 @@ class Load(NamedTuple):
     bytes: int
 
 
+class Ring(NamedTuple):
+    """Barriers of the stages of a tile that consumers read."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
 class PackedRows(NamedTuple):
     """A (batch, seqlen, heads, columns) tensor in global memory whose rows are moved by threads."""
 
@@ -98,6 +107,8 @@ class Loads(NamedTuple):
     v: Load
     qv: Load | None
     packed_q: PackedRows
+    #: Stages of v as the products read it: those of ``v``, or of its transposed tiles.
+    v_ready: Ring
 
 
 class Store(NamedTuple):
@@ -120,6 +131,8 @@ class Shared(NamedTuple):
     #: Tiles of qv, and v seen as (keys, columns); only with qv.
     qv: cute.Tensor | None
     v_keys: cute.Tensor | None
+    #: Tiles of v before they are transposed; only where they are.
+    v_rows: cute.Tensor | None = None
 
 
 class Operands(NamedTuple):
@@ -134,6 +147,19 @@ class Operands(NamedTuple):
     p: cute.Tensor
     scores: cute.Tensor
     output: cute.Tensor
+    #: What the PV products add up to: the output, or a part of it that is added to it in float32 now and then.
+    partial: cute.Tensor
+
+
+class RowScales(NamedTuple):
+    """The scales that a warpgroup's rows of one tile of work have to do with."""
+
+    #: That of q; where k has one scale a head, already times it.
+    scores: Float32
+    #: Factor of the output.
+    output: Float32
+    #: With blocks: the inverse of the largest scale of v.
+    largest_inverse: Float32
 
 
 class Consumer(NamedTuple):
@@ -144,3 +170,5 @@ class Consumer(NamedTuple):
     lane: Int32
     #: Whether this warp loads as well; False where a producer warp does.
     loads: Boolean | bool
+    #: Of FP8: what scales its rows, and the output; set for each tile of work.
+    scales: RowScales | None = None

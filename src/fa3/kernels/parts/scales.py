@@ -1,0 +1,89 @@
+"""Scales of FP8 tensors: where they lie, and what they do to the scores and to the output.
+
+An element of q, k or v stands for itself times the scale of its block of rows, or of its head. The scales of q and k
+become part of the factor that the softmax has anyway. That of a tile of v becomes part of its probabilities, relative
+to the largest of the head, which keeps them in range, and the largest comes back once at the end.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+#: Bounds of the product of the scales of q and k. Above and below it the softmax is that of the bound, where products
+#: beyond float32 would make NaN.
+LEAST_FACTOR, LARGEST_FACTOR = 2.0**-80, 2.0**64
+
+#: Least share that the scale of a tile of v has in the largest of its head: its probabilities round to 0 far above it.
+LEAST_SHARE = 2.0**-40
+
+
+class Scales(NamedTuple):
+    """Where the scales lie: (address, batch stride, head stride, block stride) each; an address of 0 means 1."""
+
+    q: tuple
+    k: tuple
+    v: tuple
+    #: With blocks: the largest scale of v of each head, (batch, heads_kv).
+    largest: tuple
+    #: Queries of a block.
+    query_block: Int32
+    #: Query heads that share a scale of q.
+    query_heads: Int32
+
+    @staticmethod
+    def of_numbers(numbers: tuple) -> Scales:
+        """From the extra arguments of a launch, in the order of ``SCALE_TYPES``."""
+        q, k, v, largest = (tuple(numbers[4 * i : 4 * i + 4]) for i in range(4))
+        return Scales(q, k, v, largest, *numbers[16:])
+
+
+#: Types of the extra arguments.
+SCALE_TYPES = (Int64,) * 16 + (Int32,) * 2
+
+
+class Factors(NamedTuple):
+    """What the scales make of one tile of scores."""
+
+    #: Factor of the scores.
+    scores: Float32
+    #: With blocks: the tile's share in the largest scale of v in log2 units, and the inverse of the share.
+    share_log2: Float32 | None
+    share_inverse: Float32 | None
+
+
+@cute.jit
+def read(of: tuple, batch_index: Int32, head: Int32, block: Int32) -> Float32:
+    """One scale, 1 where there are none."""
+    address, batch_stride, head_stride, block_stride = of
+    value = Float32(1.0)
+    if address != 0:
+        place = Int64(batch_index) * batch_stride + Int64(head) * head_stride + Int64(block) * block_stride
+        pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
+        value = cute.make_tensor(pointer + place, cute.make_layout(1))[0]
+    return value
+
+
+@cute.jit
+def factor_of(q_scale: Float32, k_scale: Float32) -> Float32:
+    """The factor of scores, kept in bounds."""
+    product = cute.arch.fmax(q_scale * k_scale, Float32(LEAST_FACTOR))
+    return -cute.arch.fmax(-product, Float32(-LARGEST_FACTOR))
+
+
+@cute.jit
+def factors_of_tile(q_scale: Float32, k_scale: Float32, v_scale: Float32, largest_inverse: Float32) -> Factors:
+    """Of a tile of keys whose block has scales of its own."""
+    share = cute.arch.fmax(v_scale * largest_inverse, Float32(LEAST_SHARE))
+    return Factors(
+        factor_of(q_scale, k_scale), cute.math.log2(share, fastmath=True), cute.arch.rcp_approx(share)
+    )
+
+
+@cute.jit
+def inverse(scale: Float32) -> Float32:
+    """1 / scale for the largest scale of a head, 0 where all are 0."""
+    return cute.arch.rcp_approx(scale) if scale > Float32(1e-37) else Float32(0.0)
