@@ -572,7 +572,7 @@ class QuantizeSpec(_Spec):
     @property
     def piece(self) -> int:
         """Columns next to each other that a thread has: 16 bytes of e4m3, or where the transform cuts finer 8."""
-        return 8 if self.transpose or self.head_dim % 64 and self.head_dim != 32 else 16
+        return 8 if self.transpose or (self.head_dim % 64 and self.head_dim != 32) else 16
 
     @property
     def across(self) -> int:
@@ -638,8 +638,7 @@ class QuantizeSpec(_Spec):
 KernelSpec = ForwardSpec | BackwardSpec | PrepareSpec | FinishSpec | QueryGradientSpec | QuantizeSpec
 
 _KINDS: dict[str, type] = {
-    kind.kernel: kind
-    for kind in (ForwardSpec, BackwardSpec, PrepareSpec, FinishSpec, QueryGradientSpec, QuantizeSpec)
+    kind.kernel: kind for kind in (ForwardSpec, BackwardSpec, PrepareSpec, FinishSpec, QueryGradientSpec, QuantizeSpec)
 }
 
 

@@ -64,14 +64,16 @@ class QuantizeKernel:
         self.spec = spec
         self.dtype = DTYPES[spec.dtype]
         self.values = spec.units * spec.held
-        import os
-        self.blocks_per_sm = int(os.environ.get("BPS","1"))
+        #: So many thread blocks share a multiprocessor: one computes while another waits for its values, or for its
+        #: other threads. A thread holds its values and 16 registers more, or with cos and sin on top of that as many.
+        self.blocks_per_sm = max(1, 65536 // (spec.threads * (128 if spec.rope else 80)))
         #: Pieces of a unit: runs of columns, or with ``transpose`` 8 columns of each of 4 keys.
         self.pieces = spec.held // spec.piece
         #: How the lanes of a warp share 4-key words and pieces of V^T: 32 bytes of a row, or more, are next to each
         #: other when they are read, and 32 bytes of a column of keys, or more, when they are written.
         self.pieces_of_warp = 2 if spec.head_dim % 32 else 4
         self.words_of_warp = 32 // self.pieces_of_warp
+        self.stages = rotation.stages_of(spec.held, spec.piece, spec.exchanging)
 
     @cute.jit
     def __call__(
@@ -131,6 +133,7 @@ class QuantizeKernel:
             block=[self.spec.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=self.blocks_per_sm,
+            # All there is for L1.
             preferred_smem_carveout=0,
         )
 
@@ -145,18 +148,13 @@ class QuantizeKernel:
             of_warps: cute.struct.MemRange[Int32, self.spec.shared_bytes // 4]
 
         of_warps = cutlass.utils.SmemAllocator().allocate(SharedStorage).of_warps.get_tensor(cute.make_layout((32, 2)))
-        flips = []
-        if const_expr(self.spec.rotate):
-            across = self.spec.across
-            for i in cutlass.range_constexpr(self.pieces):
-                flips.append(rotation.signs_of_piece(signs, i, thread % across, across, self.spec.piece))
+        flips = self.flips_of(signs, thread)
         first_row = row_block * self.spec.rows
         if const_expr(self.spec.rope):
             first_head = group * heads_per_block
             last = cutlass.min(first_head + heads_per_block, call.heads)
             for head in cutlass.range(first_head, last, unroll=1):
-                block = Block(batch_index, head, row_block, first_row)
-                self.quantize(call, block, thread, flips, of_warps, head % 2)
+                self.quantize(call, Block(batch_index, head, row_block, first_row), thread, flips, of_warps, head % 2)
         else:
             self.quantize(call, Block(batch_index, group, row_block, first_row), thread, flips, of_warps, 0)
 
@@ -171,6 +169,31 @@ class QuantizeKernel:
         buffer: Int32,
     ):
         """One block of rows of one head."""
+        values = self.signed_values(call, block, thread, flips)
+        if const_expr(self.spec.rotate):
+            rotation.hadamard(values, thread, self.stages)
+        # With a given amax too: infinities become NaN.
+        amax = rotation.largest_finite(values)
+        if const_expr(self.spec.scales == "given"):
+            amax = self.amax_of_head(call, block)[0]
+        else:
+            amax = self.largest_of_block(amax, thread, of_warps, buffer)
+        if const_expr(self.spec.scales == "amax"):
+            if thread == 0:
+                # Bits of floats that are not negative are in their order.
+                of_head = cute.recast_tensor(self.amax_of_head(call, block), Int32)
+                cute.arch.atomic_max(of_head.iterator, amax.bitcast(Int32), sem="relaxed", scope="gpu")
+        else:
+            self.round_and_store(call, block, thread, values, amax)
+
+    def flips_of(self, signs: tuple, thread: Int32) -> list:
+        """The signs of each piece of the thread's rows, if there are any."""
+        across, count = self.spec.across, self.pieces if self.spec.rotate else 0
+        return [rotation.signs_of_piece(signs, i, thread % across, across, self.spec.piece) for i in range(count)]
+
+    @cute.jit
+    def signed_values(self, call: Call, block: Block, thread: Int32, flips: list) -> cute.Tensor:
+        """The thread's values after rotary embedding and random signs."""
         values = self.load(call, block, thread, flips)
         if const_expr(self.spec.rope):
             self.embed(call, block, thread, values)
@@ -178,32 +201,20 @@ class QuantizeKernel:
                 piece = self.spec.piece
                 for i in cutlass.range_constexpr(self.values):
                     values[i] = rotation.flip(values[i], flips[i // piece % self.pieces], i % piece)
-        if const_expr(self.spec.rotate):
-            rotation.hadamard(values, thread, self.spec.held, self.spec.piece, self.spec.exchanging)
-        # With a given amax too: infinities become NaN.
-        amax = rotation.largest_finite(values)
-        of_head = self.float32(
-            call.amax, Int64(block.batch_index) * call.amax_strides[0] + Int64(block.head) * call.amax_strides[1]
-        )
-        if const_expr(self.spec.scales == "given"):
-            amax = of_head[0]
+        return values
+
+    @cute.jit
+    def round_and_store(self, call: Call, block: Block, thread: Int32, values: cute.Tensor, amax: Float32):
+        """Write the scale, and the values by it."""
+        amax = cute.arch.fmax(amax, Float32(SMALLEST_AMAX))
+        self.store_scale(call, block, thread, amax)
+        inverse = Float32(E4M3_MAX) / amax
+        for i in cutlass.range_constexpr(self.values):
+            values[i] = values[i] * inverse
+        if const_expr(self.spec.transpose):
+            self.store_transposed(call, block, thread, values)
         else:
-            amax = self.largest_of_block(amax, thread, of_warps, buffer)
-        if const_expr(self.spec.scales == "amax"):
-            if thread == 0:
-                # Bits of floats that are not negative are in their order.
-                bits = cute.recast_tensor(of_head, Int32)
-                cute.arch.atomic_max(bits.iterator, amax.bitcast(Int32), sem="relaxed", scope="gpu")
-        else:
-            amax = cute.arch.fmax(amax, Float32(SMALLEST_AMAX))
-            self.store_scale(call, block, thread, amax)
-            inverse = Float32(E4M3_MAX) / amax
-            for i in cutlass.range_constexpr(self.values):
-                values[i] = values[i] * inverse
-            if const_expr(self.spec.transpose):
-                self.store_transposed(call, block, thread, values)
-            else:
-                self.store(call, block, thread, values)
+            self.store(call, block, thread, values)
 
     # Places ---------------------------------------------------------------------------------------------------------
 
@@ -223,6 +234,11 @@ class QuantizeKernel:
         """One float32 in global memory."""
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
         return cute.make_tensor(pointer + place, cute.make_layout(1))
+
+    def amax_of_head(self, call: Call, block: Block) -> cute.Tensor:
+        """Where the amax of a head is found in two passes."""
+        batch_stride, head_stride = call.amax_strides
+        return self.float32(call.amax, Int64(block.batch_index) * batch_stride + Int64(block.head) * head_stride)
 
     # Loads ----------------------------------------------------------------------------------------------------------
 
@@ -351,12 +367,14 @@ class QuantizeKernel:
         for unit in cutlass.range_constexpr(spec.units):
             words = cute.make_rmem_tensor(spec.held // 4, Int32)
             for i in cutlass.range_constexpr(spec.held // 4):
-                words[i] = ptx.pack_e4m3(*(values[unit * spec.held + 4 * i + n] for n in range(4)))
+                words[i] = ptx.pack_four(*(values[unit * spec.held + 4 * i + n] for n in range(4)))
             row = block.first_row + self.row_of(thread, unit)
             if row < call.seqlen:
                 address = call.out + start + Int64(row) * row_stride + spec.piece * (thread % spec.across)
                 for i in cutlass.range_constexpr(self.pieces):
-                    self.store_words(address + spec.piece * spec.across * i, words, spec.piece // 4 * i, spec.piece // 4)
+                    self.store_words(
+                        address + spec.piece * spec.across * i, words, spec.piece // 4 * i, spec.piece // 4
+                    )
 
     @cute.jit
     def store_transposed(self, call: Call, block: Block, thread: Int32, values: cute.Tensor):
@@ -373,13 +391,11 @@ class QuantizeKernel:
                 address = call.out + start + Int64(VECTOR * piece) * column_stride + 4 * word
                 for column in cutlass.range_constexpr(VECTOR):
                     words = cute.make_rmem_tensor(1, Int32)
-                    words[0] = ptx.pack_e4m3(*(values[unit * spec.held + VECTOR * n + column] for n in range(4)))
+                    words[0] = ptx.pack_four(*(values[unit * spec.held + VECTOR * n + column] for n in range(4)))
                     self.store_words(address + column * column_stride, words, 0, 1)
 
     @cute.jit
-    def store_words(
-        self, address: Int64, words: cute.Tensor, first: cutlass.Constexpr, count: cutlass.Constexpr
-    ):
+    def store_words(self, address: Int64, words: cute.Tensor, first: cutlass.Constexpr, count: cutlass.Constexpr):
         """Write ``count`` words at a multiple of their size."""
         pointer = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4 * count)
         target = cute.make_tensor(pointer, cute.make_layout(count))

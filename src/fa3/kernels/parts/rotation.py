@@ -1,8 +1,8 @@
 """What a thread does to its part of a row before it is rounded: rotary embedding, random signs, Hadamard transform.
 
-A row is cut in pieces of 16 columns, or of 8, and ``across`` threads next to each other share it: thread j has pieces j,
-j + across, j + 2 across, ... (`fa3.spec.QuantizeSpec`). So neighbours move what is next to each other, both columns of
-a pair (i, i + head_dim / 2) are in one thread, and of the eight stages that the transform of 256 columns has only two
+A row is cut in pieces of 16 columns, or of 8, and ``across`` threads next to each other share it: thread j has pieces
+j, j + across, j + 2 across, ... (`fa3.spec.QuantizeSpec`). So neighbours move what is next to each other, both of
+a pair of columns (i, i + head_dim / 2) are in one thread, and of the eight stages that the transform of 256 columns has only two
 need an exchange.
 """
 
@@ -80,39 +80,49 @@ def butterflies(values: cute.Tensor, stride: cutlass.Constexpr):
 
 
 @cute.jit
+def sign_of(thread: Int32, offset: cutlass.Constexpr) -> Float32:
+    """1 in the lower, -1 in the upper of two threads whose numbers differ in the bit ``offset``."""
+    return Float32(1.0) if thread & offset == 0 else Float32(-1.0)
+
+
+@cute.jit
 def sum_or_difference(mine: Float32, theirs: Float32, sign: Float32) -> Float32:
-    """One value of a stage between two threads: ``sign`` is 1 in the lower one, -1 in the upper."""
+    """One value of a stage between two threads."""
     return theirs + sign * mine
 
 
 @cute.jit
 def butterflies_between(values: cute.Tensor, thread: Int32, offset: cutlass.Constexpr):
     """One stage of the transform between threads whose numbers differ in the bit ``offset``."""
-    sign = Float32(1.0) if thread & offset == 0 else Float32(-1.0)
+    sign = sign_of(thread, offset)
     for i in cutlass.range_constexpr(cute.size(values)):
         theirs = cute.arch.shuffle_sync_bfly(values[i], offset=offset)
         values[i] = sum_or_difference(values[i], theirs, sign)
 
 
-@cute.jit
-def hadamard(
-    values: cute.Tensor,
-    thread: Int32,
-    held: cutlass.Constexpr,
-    piece: cutlass.Constexpr,
-    exchanging: cutlass.Constexpr,
-):
-    """The transform of each run of ``held`` values, and of those of ``exchanging`` threads together.
+def stages_of(held: int, piece: int, exchanging: int) -> tuple[tuple[str, int], ...]:
+    """The stages of the transform of runs of ``held`` values together with those of ``exchanging`` threads.
 
-    Stages are in the order of `fa3.quantization.hadamard`, since sums of float32 depend on it: inside a piece, between
-    threads, between pieces.
+    Each is a function here, ``"inside"`` or ``"between"`` threads, and its stride or offset. In the order of
+    `fa3.quantization.hadamard`, since sums of float32 depend on it: inside a piece, between threads, between pieces.
     """
-    for bit in cutlass.range_constexpr(piece.bit_length() - 1):
-        butterflies(values, 1 << bit)
-    for bit in cutlass.range_constexpr(exchanging.bit_length() - 1):
-        butterflies_between(values, thread, 1 << bit)
-    for bit in cutlass.range_constexpr((held // piece).bit_length() - 1):
-        butterflies(values, piece << bit)
+    inside = [1 << bit for bit in range((held - 1).bit_length())]
+    between = [1 << bit for bit in range((exchanging - 1).bit_length())]
+    return (
+        *(("inside", stride) for stride in inside if stride < piece),
+        *(("between", offset) for offset in between),
+        *(("inside", stride) for stride in inside if stride >= piece),
+    )
+
+
+@cute.jit
+def hadamard(values: cute.Tensor, thread: Int32, stages: cutlass.Constexpr):
+    """The transform, by its stages."""
+    for i in cutlass.range_constexpr(len(stages)):
+        if cutlass.const_expr(stages[i][0] == "inside"):
+            butterflies(values, stages[i][1])
+        else:
+            butterflies_between(values, thread, stages[i][1])
 
 
 @cute.jit
