@@ -1,9 +1,9 @@
 """What a thread does to its part of a row before it is rounded: rotary embedding, random signs, Hadamard transform.
 
 A row is cut in pieces of 16 columns, or of 8, and ``across`` threads next to each other share it: thread j has pieces
-j, j + across, j + 2 across, ... (`fa3.spec.QuantizeSpec`). So neighbours move what is next to each other, both of
-a pair of columns (i, i + head_dim / 2) are in one thread, and of the eight stages that the transform of 256 columns has only two
-need an exchange.
+j, j + across, j + 2 across, ... (`fa3.spec.QuantizeSpec`). So neighbours move what is next to each other, a thread has
+both columns of a pair (i, i + head_dim / 2), and of the eight stages of the transform of 256 columns only two need an
+exchange.
 """
 
 import cutlass
