@@ -42,6 +42,14 @@ def signs_of_columns(words_address: Int64, out_address: Int64, spec: cutlass.Con
 
 
 @cute.jit
+def inverses(values_address: Int64, out_address: Int64, count: Int32, error: Float32):
+    """values (count,) -> out (count,): 448 over each, from reciprocals that are ``error`` off."""
+    values, out = table(values_address, Float32, (count,)), table(out_address, Float32, (count,))
+    for i in cutlass.range(count, unroll=1):
+        out[i] = rotation.inverse_of(values[i], lambda x: (Float32(1.0) + error) / x)
+
+
+@cute.jit
 def quantize(
     addresses: Int64,
     sizes_address: Int64,
@@ -86,7 +94,9 @@ class OnHost(QuantizeKernel):
     def one_block(self, call: Call, block: Block, signs: tuple, scratch: Int64):
         shared = table(scratch, Float32, (2, self.spec.threads, self.values))
         for thread in cutlass.range(self.spec.threads, unroll=1):
-            self.keep(shared, 0, thread, self.signed_values(call, block, thread, self.flips_of(signs, thread)))
+            raw = cute.make_rmem_tensor((8, self.values // 8), self.dtype)
+            self.load(call, block, thread, raw)
+            self.keep(shared, 0, thread, self.signed_values(call, block, thread, self.flips_of(signs, thread), raw))
         if const_expr(self.spec.rotate):
             for stage in cutlass.range_constexpr(len(self.stages)):
                 for thread in cutlass.range(self.spec.threads, unroll=1):

@@ -94,6 +94,15 @@ def test_signs_are_those_of_the_definition(head_dim):
         assert torch.equal(results, expected.expand(2, -1))
 
 
+@pytest.mark.parametrize("error", [0.0, 2.0**-22, -(2.0**-22), 2.0**-23, -(2.0**-23)])
+def test_448_over_amax_is_correctly_rounded(error):
+    edges = torch.tensor([2.0**-40, 448.0, 1.0, 2.0**60, 2.0**60 * 1.0000001, 2.0**126, torch.finfo().max])
+    values = torch.cat([edges, (1 + torch.rand(100_000)) * 2.0 ** torch.randint(-40, 127, (100_000,))])
+    results = floats(len(values))
+    call(wrappers.inverses, values, results, len(values), error)
+    assert torch.equal(results, torch.div(torch.tensor(448.0).expand_as(values), values))
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_the_transform_mixes_as_many_columns_as_that_of_the_definition(head_dim):
     assert QuantizeSpec("bf16", head_dim, rotate=True).hadamard_block == quantization.hadamard_block(head_dim)
@@ -181,7 +190,7 @@ def test_tiny_and_huge_values_are_those_of_the_definition(size):
     "spec",
     [
         QuantizeSpec("bf16", 128, rotate=True),
-        QuantizeSpec("bf16", 256, rotate=True, rope="fp32"),
+        QuantizeSpec("bf16", 256, rotate=True, rope="fp32", ahead=True),
         QuantizeSpec("bf16", 128, transpose=True),
     ],
     ids=lambda spec: spec.name,
@@ -190,8 +199,6 @@ def test_the_machine_code_spills_nothing(spec):
     facts = build(spec, Target(cuda_major=13)).facts
     report = inspect.Report(**{name: facts[name] for name in inspect.Report.__dataclass_fields__})
     assert inspect.check(spec, report) == []
-    # So that as many thread blocks share a multiprocessor as the kernel was written for.
-    assert report.registers <= (128 if spec.rope else 80 if spec.threads <= 256 else 128)
 
 
 def test_few_kernels_ship_and_each_once():

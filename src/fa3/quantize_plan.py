@@ -17,9 +17,12 @@ ROWS = 128
 #: Most row blocks and batch entries of a launch (CUDA's limits of a grid's second and third dimension).
 MAX_ROW_BLOCKS = MAX_BATCH = 65_535
 
-#: With a rotary embedding: thread blocks that each multiprocessor should get at least. Two are on it at a time; with
-#: so many the last ones to end do not leave it idle for long.
-BLOCKS_PER_SM = 8
+#: Thread blocks that each multiprocessor should get at least where each has several heads: one or two are on it at a
+#: time, and with so many the last ones to end do not leave it idle for long.
+BLOCKS_PER_SM = 6
+
+#: From here on a thread block's values take so many registers that one is alone on a multiprocessor.
+ALONE = 256
 
 #: Head dims that ship.
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -75,6 +78,7 @@ def plan_quantize(
         interleaved=interleaved and bool(rope),
         transpose=transpose,
         scales="block" if own_scales else "given",
+        ahead=loads_ahead(head_dim, rope, transpose),
     )
     spec.validate()
     row_blocks = -(-seqlen // spec.rows)
@@ -83,11 +87,21 @@ def plan_quantize(
     if batch > MAX_BATCH:
         raise ValueError(f"batch={batch}: at most {MAX_BATCH}; split it")
     heads_per_block = 1
-    if rope:
+    if spec.many_heads:
         groups = min(heads, max(1, -(-BLOCKS_PER_SM * facts.sm_count // (row_blocks * batch))))
         heads_per_block = -(-heads // groups)
-    amax = None if own_scales else replace(spec, scales="amax", transpose=False)
+    amax = None
+    if not own_scales:
+        amax = replace(spec, scales="amax", transpose=False, ahead=loads_ahead(head_dim, rope, False))
     return QuantizePlan(spec, amax, heads_per_block)
+
+
+def loads_ahead(head_dim: int, rope: str, transpose: bool) -> bool:
+    """Whether the next head is loaded while one is computed: where no other thread block would load meanwhile.
+
+    With a rotary embedding a thread block has several heads anyway, which find its cos and sin in L1.
+    """
+    return not transpose and (bool(rope) or head_dim >= ALONE)
 
 
 def quantize_specs() -> Iterator[QuantizeSpec]:
@@ -97,16 +111,16 @@ def quantize_specs() -> Iterator[QuantizeSpec]:
     transposed; and scales of whole heads, without an embedding.
     """
     for head_dim in HEAD_DIMS:
-        plain = QuantizeSpec("bf16", head_dim)
+        plain = QuantizeSpec("bf16", head_dim, ahead=loads_ahead(head_dim, "", False))
         rotated = replace(plain, rotate=True)
         yield rotated
-        yield replace(rotated, rope="fp32")
+        yield replace(rotated, rope="fp32", ahead=True)
         yield plain
-        yield replace(plain, transpose=True)
+        yield replace(plain, transpose=True, ahead=False)
     for head_dim in (64, 128, 256):
-        rotated = QuantizeSpec("bf16", head_dim, rotate=True)
+        rotated = QuantizeSpec("bf16", head_dim, rotate=True, ahead=loads_ahead(head_dim, "", False))
         for scales in ("amax", "given"):
             yield replace(rotated, scales=scales)
-    yield QuantizeSpec("bf16", 128, rotate=True, rope="same")
+    yield QuantizeSpec("bf16", 128, rotate=True, rope="same", ahead=True)
     yield QuantizeSpec("fp16", 128, rotate=True)
     yield QuantizeSpec("fp16", 128)

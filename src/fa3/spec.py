@@ -532,6 +532,10 @@ class QueryGradientSpec(_Spec):
         _check_memory(self)
 
 
+#: Largest values that the warps of a quantizing block tell each other: of 32 warps, of this head and the one before.
+WARP_VALUES = 2 * 32
+
+
 @dataclass(frozen=True)
 class QuantizeSpec(_Spec):
     """One compiled kernel that makes e4m3 of q, k or v; `fa3.quantization` defines the result.
@@ -546,6 +550,7 @@ class QuantizeSpec(_Spec):
         transpose: write V^T in the order of slots.
         scales: ``"block"``: of each block, in one pass; ``"amax"``: only add the block's amax to that of its head;
             ``"given"``: by the amax that such a pass left.
+        ahead: the next head's rows are on their way to shared memory while those of one head are computed.
     """
 
     kernel = "quantize"
@@ -558,9 +563,22 @@ class QuantizeSpec(_Spec):
     interleaved: bool = False
     transpose: bool = False
     scales: str = "block"
+    ahead: bool = False
 
-    #: Bytes of shared memory: the largest value of each warp, of this head and of the one before.
-    shared_bytes = 2 * 32 * 4
+    @property
+    def many_heads(self) -> bool:
+        """Whether a thread block has rows of several heads, one after the other."""
+        return bool(self.rope) or self.ahead
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of shared memory for the input of this head and of the next."""
+        return 2 * ELEMENT_BYTES[self.dtype] * self.rows * self.head_dim if self.ahead else 0
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: the largest values of warps, and input."""
+        return 4 * WARP_VALUES + self.ahead_bytes
 
     @property
     def held(self) -> int:
@@ -609,6 +627,7 @@ class QuantizeSpec(_Spec):
                 (f"rope{self.rope}", self.rope),
                 ("interleaved", self.interleaved),
                 ("transpose", self.transpose),
+                ("ahead", self.ahead),
             )
             if on
         ]
@@ -630,6 +649,8 @@ class QuantizeSpec(_Spec):
             raise ValueError("interleaved=True: pairs of a rotary embedding, but rope=''")
         if self.transpose and (self.rotate or self.rope):
             raise ValueError("transpose=True: V is neither rotated nor given a position")
+        if self.transpose and self.ahead:
+            raise ValueError("transpose=True with ahead=True: the addresses of 4 keys leave no registers for a loop")
         if self.transpose and self.scales == "amax":
             raise ValueError("transpose=True with scales='amax': nothing is written, so that there is no order")
 

@@ -19,14 +19,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from fa3.spec import QuantizeSpec
+from fa3.spec import SHARED_MEMORY_PER_BLOCK, WARP_VALUES, QuantizeSpec
 
 from .forward import DTYPES
 from .parts import ptx, rotation
 from .parts.rows import VECTOR
 
-#: Largest magnitude of e4m3, and what a smaller amax counts as (`fa3.quantization.SMALLEST_AMAX` says why).
-E4M3_MAX = 448.0
+#: What a smaller amax counts as (`fa3.quantization.SMALLEST_AMAX` says why).
 SMALLEST_AMAX = 2.0**-40
 
 
@@ -65,8 +64,12 @@ class QuantizeKernel:
         self.dtype = DTYPES[spec.dtype]
         self.values = spec.units * spec.held
         #: So many thread blocks share a multiprocessor: one computes while another waits for its values, or for its
-        #: other threads. A thread holds its values and 16 registers more, or with cos and sin on top of that as many.
-        self.blocks_per_sm = max(1, 65536 // (spec.threads * (128 if spec.rope else 80)))
+        #: other threads. A thread holds its values and 16 registers more, or with cos and sin, or a loop, twice as many.
+        self.blocks_per_sm = max(1, 65536 // (spec.threads * (128 if spec.many_heads else 80)))
+        #: How much of the memory that L1 and shared memory are made of they need for it, in percent, with what CUDA
+        #: keeps of each block's; the rest is for L1, which brings cos and sin to one head after the other.
+        shared = self.blocks_per_sm * (spec.shared_bytes + 1024)
+        self.carveout = min(100, -(-100 * shared // SHARED_MEMORY_PER_BLOCK))
         #: Pieces of a unit: runs of columns, or with ``transpose`` 8 columns of each of 4 keys.
         self.pieces = spec.held // spec.piece
         #: How the lanes of a warp share 4-key words and pieces of V^T: 32 bytes of a row, or more, are next to each
@@ -96,7 +99,8 @@ class QuantizeKernel:
         signs: tuple,
         scale_factor: Float32,
     ):
-        """Launch a thread block for each block of rows of ``heads_per_block`` heads; without ``rope`` that is 1.
+        """Launch a thread block for each block of rows of ``heads_per_block`` heads, 1 unless the spec has
+        ``many_heads``.
 
         The first six arguments are device addresses, 0 where the spec has no use for them:
             x: (batch, seqlen, heads, head_dim), at a multiple of 16 bytes; ``x_strides`` (batch, row, head) in
@@ -133,8 +137,7 @@ class QuantizeKernel:
             block=[self.spec.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=self.blocks_per_sm,
-            # All there is for L1.
-            preferred_smem_carveout=0,
+            preferred_smem_carveout=self.carveout,
         )
 
     @cute.kernel
@@ -145,18 +148,44 @@ class QuantizeKernel:
 
         @cute.struct
         class SharedStorage:
-            of_warps: cute.struct.MemRange[Int32, self.spec.shared_bytes // 4]
+            of_warps: cute.struct.MemRange[Int32, WARP_VALUES]
+            ahead: cute.struct.Align[cute.struct.MemRange[self.dtype, self.spec.ahead_bytes // 2], 16]
 
-        of_warps = cutlass.utils.SmemAllocator().allocate(SharedStorage).of_warps.get_tensor(cute.make_layout((32, 2)))
+        storage = cutlass.utils.SmemAllocator().allocate(SharedStorage)
+        of_warps = storage.of_warps.get_tensor(cute.make_layout((32, 2)))
         flips = self.flips_of(signs, thread)
+        raw = cute.make_rmem_tensor((VECTOR, self.values // VECTOR), self.dtype)
         first_row = row_block * self.spec.rows
-        if const_expr(self.spec.rope):
-            first_head = group * heads_per_block
-            last = cutlass.min(first_head + heads_per_block, call.heads)
-            for head in cutlass.range(first_head, last, unroll=1):
-                self.quantize(call, Block(batch_index, head, row_block, first_row), thread, flips, of_warps, head % 2)
+        if const_expr(self.spec.many_heads):
+            head = group * heads_per_block
+            end = cutlass.min(head + heads_per_block, call.heads)
+            slots = raw
+            if const_expr(self.spec.ahead):
+                # A thread reads what it brought itself, so that no other one has to wait.
+                layout = cute.make_layout((VECTOR, self.spec.threads, self.values // VECTOR, 2))
+                slots = storage.ahead.get_tensor(layout)[None, thread, None, None]
+                first = Block(batch_index, head, row_block, first_row)
+                self.load_ahead(call, first, thread, True, slots[None, None, head % 2])
+            for head in cutlass.range(group * heads_per_block, end, unroll=1):
+                block = Block(batch_index, head, row_block, first_row)
+                if const_expr(self.spec.ahead):
+                    cute.arch.cp_async_wait_group(0)
+                    # To another place, and before this one is read: the compiler keeps that order, but reads each
+                    # element as late as it can.
+                    following = Block(batch_index, head + 1, row_block, first_row)
+                    self.load_ahead(call, following, thread, head + 1 < end, slots[None, None, (head + 1) % 2])
+                    for i in cutlass.range_constexpr(self.values // VECTOR):
+                        cute.autovec_copy(slots[None, i, head % 2], raw[None, i])
+                else:
+                    self.load(call, block, thread, raw)
+                # The shift gives 0. The compiler does not know, and so shifts the signs to their columns in the loop; if
+                # it did that before, it would have no registers for them.
+                flips_here = [signs_of_piece ^ (head >> 31) for signs_of_piece in flips]
+                self.quantize(call, block, thread, flips_here, raw, of_warps, head % 2)
         else:
-            self.quantize(call, Block(batch_index, group, row_block, first_row), thread, flips, of_warps, 0)
+            block = Block(batch_index, group, row_block, first_row)
+            self.load(call, block, thread, raw)
+            self.quantize(call, block, thread, flips, raw, of_warps, 0)
 
     @cute.jit
     def quantize(
@@ -165,11 +194,12 @@ class QuantizeKernel:
         block: Block,
         thread: Int32,
         flips: list,
+        raw: cute.Tensor,
         of_warps: cute.Tensor,
         buffer: Int32,
     ):
         """One block of rows of one head."""
-        values = self.signed_values(call, block, thread, flips)
+        values = self.signed_values(call, block, thread, flips, raw)
         if const_expr(self.spec.rotate):
             rotation.hadamard(values, thread, self.stages)
         # With a given amax too: infinities become NaN.
@@ -192,9 +222,9 @@ class QuantizeKernel:
         return [rotation.signs_of_piece(signs, i, thread % across, across, self.spec.piece) for i in range(count)]
 
     @cute.jit
-    def signed_values(self, call: Call, block: Block, thread: Int32, flips: list) -> cute.Tensor:
+    def signed_values(self, call: Call, block: Block, thread: Int32, flips: list, raw: cute.Tensor) -> cute.Tensor:
         """The thread's values after rotary embedding and random signs."""
-        values = self.load(call, block, thread, flips)
+        values = self.unpack(raw, flips)
         if const_expr(self.spec.rope):
             self.embed(call, block, thread, values)
             if const_expr(self.spec.rotate):
@@ -208,8 +238,8 @@ class QuantizeKernel:
         """Write the scale, and the values by it."""
         amax = cute.arch.fmax(amax, Float32(SMALLEST_AMAX))
         self.store_scale(call, block, thread, amax)
-        inverse = Float32(E4M3_MAX) / amax
-        for i in cutlass.range_constexpr(self.values):
+        inverse = rotation.inverse_of(amax, cute.arch.rcp_approx)
+        for i in cutlass.range(self.values, unroll_full=True):
             values[i] = values[i] * inverse
         if const_expr(self.spec.transpose):
             self.store_transposed(call, block, thread, values)
@@ -243,31 +273,47 @@ class QuantizeKernel:
     # Loads ----------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def load(self, call: Call, block: Block, thread: Int32, flips: list) -> cute.Tensor:
-        """The thread's values in float32, 0 where there is no row; without ``rope`` they have their signs."""
+    def load(self, call: Call, block: Block, thread: Int32, target: cute.Tensor):
+        """Bring the thread's elements, as 8 times so many, to registers; 0 where there is no row."""
+        target.fill(0.0)
+        # All loads are under way before the first value is used.
+        for i in cutlass.range_constexpr(self.values // VECTOR):
+            row, place = self.place_of(call, block, thread, i)
+            if row < call.seqlen:
+                pointer = cute.make_ptr(self.dtype, call.x, cute.AddressSpace.gmem, assumed_align=16)
+                source = cute.make_tensor(pointer + cute.assume(place, divby=VECTOR), cute.make_layout(VECTOR))
+                cute.autovec_copy(source, target[None, i])
+
+    @cute.jit
+    def load_ahead(self, call: Call, block: Block, thread: Int32, exists: cutlass.Boolean, slots: cute.Tensor):
+        """Start to bring them to shared memory, if the block exists; the same where it does not."""
+        rows = call.seqlen if exists else 0
+        for i in cutlass.range_constexpr(self.values // VECTOR):
+            row, place = self.place_of(call, block, thread, i)
+            size = 2 * VECTOR if row < rows else 0
+            ptx.load_async(slots[None, i].iterator.toint(), call.x + 2 * place, Int32(size))
+        cute.arch.cp_async_commit_group()
+
+    def place_of(self, call: Call, block: Block, thread: Int32, index: int) -> tuple[Int32, Int64]:
+        """The row of the thread's 8 elements of a number, and where in x they begin."""
         spec = self.spec
-        raw = cute.make_rmem_tensor(self.values, self.dtype)
-        raw.fill(0.0)
         batch_stride, row_stride, head_stride = call.x_strides
         start = Int64(block.batch_index) * batch_stride + Int64(block.head) * head_stride
-        # All loads are under way before the first value is used.
-        for unit in cutlass.range_constexpr(spec.units):
-            first = unit * spec.held
-            if const_expr(spec.transpose):
-                word, piece = self.slots_of(thread, unit)
-                for i in cutlass.range_constexpr(self.pieces):
-                    row = block.first_row + rotation.key_of_slots(word, i)
-                    if row < call.seqlen:
-                        place = start + Int64(row) * row_stride + VECTOR * piece
-                        self.load_vector(call.x, place, raw, first + VECTOR * i)
-            else:
-                row = block.first_row + self.row_of(thread, unit)
-                if row < call.seqlen:
-                    place = start + Int64(row) * row_stride + spec.piece * (thread % spec.across)
-                    for i in cutlass.range_constexpr(0, spec.held, VECTOR):
-                        column = spec.piece * spec.across * (i // spec.piece) + i % spec.piece
-                        self.load_vector(call.x, place + column, raw, first + i)
-        pairs = cute.recast_tensor(raw, Int32)
+        unit, index = divmod(index, spec.held // VECTOR)
+        if spec.transpose:
+            word, piece = self.slots_of(thread, unit)
+            row = block.first_row + rotation.key_of_slots(word, index)
+            return row, start + Int64(row) * row_stride + VECTOR * piece
+        row = block.first_row + self.row_of(thread, unit)
+        piece, column = divmod(VECTOR * index, spec.piece)
+        column += spec.piece * spec.across * piece
+        return row, start + Int64(row) * row_stride + spec.piece * (thread % spec.across) + column
+
+    @cute.jit
+    def unpack(self, raw: cute.Tensor, flips: list) -> cute.Tensor:
+        """The elements in float32; without ``rope`` they have their signs."""
+        spec = self.spec
+        pairs = cute.make_tensor(cute.recast_ptr(raw.iterator, dtype=Int32), cute.make_layout(self.values // 2))
         values = cute.make_rmem_tensor(self.values, Float32)
         for i in cutlass.range_constexpr(self.values // 2):
             pair = pairs[i]
@@ -276,13 +322,6 @@ class QuantizeKernel:
             for half in cutlass.range_constexpr(2):
                 values[2 * i + half] = ptx.unpack(pair, half, self.dtype)
         return values
-
-    @cute.jit
-    def load_vector(self, address: Int64, place: Int64, target: cute.Tensor, first: cutlass.Constexpr):
-        """Eight elements of x."""
-        pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=16)
-        source = cute.make_tensor(pointer + cute.assume(place, divby=VECTOR), cute.make_layout(VECTOR))
-        cute.autovec_copy(source, cute.make_tensor(target.iterator + first, cute.make_layout(VECTOR)))
 
     @cute.jit
     def embed(self, call: Call, block: Block, thread: Int32, values: cute.Tensor):

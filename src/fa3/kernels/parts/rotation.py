@@ -10,9 +10,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+#: Largest magnitude of e4m3.
+E4M3_MAX = 448.0
+
 #: The two sign bits of a pair of 16-bit floats, and the one of a float32.
 _SIGNS_OF_PAIR = 0x80008000 - 2**32
 _SIGN = -(2**31)
+#: The bits of 1.0.
+_ONE = 0x3F800000
 
 
 @cute.jit
@@ -82,7 +87,8 @@ def butterflies(values: cute.Tensor, stride: cutlass.Constexpr):
 @cute.jit
 def sign_of(thread: Int32, offset: cutlass.Constexpr) -> Float32:
     """1 in the lower, -1 in the upper of two threads whose numbers differ in the bit ``offset``."""
-    return Float32(1.0) if thread & offset == 0 else Float32(-1.0)
+    # By bits: of a choice between 1 and -1 the compiler makes a choice for each value, not a factor.
+    return (((thread << (32 - offset.bit_length())) & _SIGN) | _ONE).bitcast(Float32)
 
 
 @cute.jit
@@ -95,7 +101,7 @@ def sum_or_difference(mine: Float32, theirs: Float32, sign: Float32) -> Float32:
 def butterflies_between(values: cute.Tensor, thread: Int32, offset: cutlass.Constexpr):
     """One stage of the transform between threads whose numbers differ in the bit ``offset``."""
     sign = sign_of(thread, offset)
-    for i in cutlass.range_constexpr(cute.size(values)):
+    for i in cutlass.range(cute.size(values), unroll_full=True):
         theirs = cute.arch.shuffle_sync_bfly(values[i], offset=offset)
         values[i] = sum_or_difference(values[i], theirs, sign)
 
@@ -141,10 +147,32 @@ def largest_finite(values: cute.Tensor) -> Float32:
     """The largest finite magnitude. Infinities become NaN."""
     found = largest(values)
     if found == Float32.inf:
-        for i in cutlass.range_constexpr(cute.size(values)):
+        for i in cutlass.range(cute.size(values), unroll_full=True):
             values[i] = values[i] if abs(values[i]) != Float32.inf else Float32(float("nan"))
         found = largest(values)
     return found
+
+
+@cute.jit
+def inverse_of(amax: Float32, reciprocal: cutlass.Constexpr) -> Float32:
+    """448 / amax, correctly rounded, for a finite amax of 2^-64 or more.
+
+    As the compiler's own division, without its branch for numbers that do not occur here: that is a function of its
+    own, for whose registers the values would have to make room.
+
+    Args:
+        reciprocal: a function that gives 1 / x to 22 bits.
+    """
+    # Away from the largest numbers, whose reciprocals have fewer bits.
+    factor = Float32(2.0**-64) if amax > 2.0**60 else Float32(1.0)
+    divisor = amax * factor
+    estimate = reciprocal(divisor)
+    estimate = cute.math.fma(estimate, cute.math.fma(-divisor, estimate, Float32(1.0)), estimate)
+    quotient = estimate * E4M3_MAX
+    for _ in cutlass.range_constexpr(2):
+        remainder = cute.math.fma(-divisor, quotient, Float32(E4M3_MAX))
+        quotient = cute.math.fma(remainder, estimate, quotient)
+    return quotient * factor
 
 
 @cute.jit
