@@ -96,7 +96,7 @@ class OnHost(QuantizeKernel):
         for thread in cutlass.range(self.spec.threads, unroll=1):
             raw = cute.make_rmem_tensor((8, self.values // 8), self.dtype)
             self.load(call, block, thread, raw)
-            self.keep(shared, 0, thread, self.signed_values(call, block, thread, self.flips_of(signs, thread), raw))
+            self.keep(shared, 0, thread, self.first_values(call, block, thread, self.flips_of(signs, thread), raw))
         if const_expr(self.spec.rotate):
             for stage in cutlass.range_constexpr(len(self.stages)):
                 for thread in cutlass.range(self.spec.threads, unroll=1):

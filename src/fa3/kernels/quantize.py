@@ -29,6 +29,14 @@ from .parts.rows import VECTOR
 SMALLEST_AMAX = 2.0**-40
 
 
+def _blocks_per_sm(warps: int, registers: int) -> int:
+    """Thread blocks of so many warps that a multiprocessor has registers for: each of its quarters has 2^14."""
+    blocks = 1
+    while -(-(blocks + 1) * warps // 4) * 32 * registers <= 2**14:
+        blocks += 1
+    return blocks
+
+
 class Call(NamedTuple):
     """What the arguments of a launch are, as `QuantizeKernel.__call__` has them."""
 
@@ -64,18 +72,25 @@ class QuantizeKernel:
         self.dtype = DTYPES[spec.dtype]
         self.values = spec.units * spec.held
         #: So many thread blocks share a multiprocessor: one computes while another waits for its values, or for its
-        #: other threads. A thread holds its values and 16 registers more, or with cos and sin, or a loop, twice as many.
-        self.blocks_per_sm = max(1, 65536 // (spec.threads * (128 if spec.many_heads else 80)))
+        #: other threads. A thread holds its values and 16 registers more, and of fp16 a few on top; with cos and sin, or
+        #: a loop, twice as many, and with those of two rows more than that.
+        registers = 80 if spec.dtype == "bf16" or not spec.rotate else 88
+        if spec.many_heads:
+            registers = 168 if spec.rope and spec.units == 2 else 128
+        self.blocks_per_sm = _blocks_per_sm(spec.threads // 32, registers)
         #: How much of the memory that L1 and shared memory are made of they need for it, in percent, with what CUDA
         #: keeps of each block's; the rest is for L1, which brings cos and sin to one head after the other.
         shared = self.blocks_per_sm * (spec.shared_bytes + 1024)
         self.carveout = min(100, -(-100 * shared // SHARED_MEMORY_PER_BLOCK))
         #: Pieces of a unit: runs of columns, or with ``transpose`` 8 columns of each of 4 keys.
         self.pieces = spec.held // spec.piece
+        #: Pieces that are embedded together.
+        self.together = 2 if spec.rope and not spec.interleaved else 1
         #: How the lanes of a warp share 4-key words and pieces of V^T: 32 bytes of a row, or more, are next to each
         #: other when they are read, and 32 bytes of a column of keys, or more, when they are written.
         self.pieces_of_warp = 2 if spec.head_dim % 32 else 4
         self.words_of_warp = 32 // self.pieces_of_warp
+        #: Stages of the transform beyond those inside a piece.
         self.stages = rotation.stages_of(spec.held, spec.piece, spec.exchanging)
 
     @cute.jit
@@ -153,35 +168,36 @@ class QuantizeKernel:
 
         storage = cutlass.utils.SmemAllocator().allocate(SharedStorage)
         of_warps = storage.of_warps.get_tensor(cute.make_layout((32, 2)))
-        flips = self.flips_of(signs, thread)
         raw = cute.make_rmem_tensor((VECTOR, self.values // VECTOR), self.dtype)
         first_row = row_block * self.spec.rows
+        flips = self.flips_of(signs, thread)
         if const_expr(self.spec.many_heads):
-            head = group * heads_per_block
-            end = cutlass.min(head + heads_per_block, call.heads)
+            first_head = group * heads_per_block
+            end = cutlass.min(first_head + heads_per_block, call.heads)
             slots = raw
             if const_expr(self.spec.ahead):
                 # A thread reads what it brought itself, so that no other one has to wait.
                 layout = cute.make_layout((VECTOR, self.spec.threads, self.values // VECTOR, 2))
                 slots = storage.ahead.get_tensor(layout)[None, thread, None, None]
-                first = Block(batch_index, head, row_block, first_row)
-                self.load_ahead(call, first, thread, True, slots[None, None, head % 2])
-            for head in cutlass.range(group * heads_per_block, end, unroll=1):
+                first = Block(batch_index, first_head, row_block, first_row)
+                self.load_ahead(call, first, thread, True, slots[None, None, first_head % 2])
+            for head in cutlass.range(first_head, end, unroll=1):
                 block = Block(batch_index, head, row_block, first_row)
+                # The shift gives 0. The compiler does not know, and so works out columns of signs and addresses in the
+                # loop; before it, they would take more registers than there are.
+                me = thread ^ (head >> 31)
+                flips_here = [signs_of_piece ^ (head >> 31) for signs_of_piece in flips]
                 if const_expr(self.spec.ahead):
                     cute.arch.cp_async_wait_group(0)
                     # To another place, and before this one is read: the compiler keeps that order, but reads each
                     # element as late as it can.
                     following = Block(batch_index, head + 1, row_block, first_row)
-                    self.load_ahead(call, following, thread, head + 1 < end, slots[None, None, (head + 1) % 2])
+                    self.load_ahead(call, following, me, head + 1 < end, slots[None, None, (head + 1) % 2])
                     for i in cutlass.range_constexpr(self.values // VECTOR):
                         cute.autovec_copy(slots[None, i, head % 2], raw[None, i])
                 else:
-                    self.load(call, block, thread, raw)
-                # The shift gives 0. The compiler does not know, and so shifts the signs to their columns in the loop; if
-                # it did that before, it would have no registers for them.
-                flips_here = [signs_of_piece ^ (head >> 31) for signs_of_piece in flips]
-                self.quantize(call, block, thread, flips_here, raw, of_warps, head % 2)
+                    self.load(call, block, me, raw)
+                self.quantize(call, block, me, flips_here, raw, of_warps, head % 2)
         else:
             block = Block(batch_index, group, row_block, first_row)
             self.load(call, block, thread, raw)
@@ -199,7 +215,7 @@ class QuantizeKernel:
         buffer: Int32,
     ):
         """One block of rows of one head."""
-        values = self.signed_values(call, block, thread, flips, raw)
+        values = self.first_values(call, block, thread, flips, raw)
         if const_expr(self.spec.rotate):
             rotation.hadamard(values, thread, self.stages)
         # With a given amax too: infinities become NaN.
@@ -222,16 +238,49 @@ class QuantizeKernel:
         return [rotation.signs_of_piece(signs, i, thread % across, across, self.spec.piece) for i in range(count)]
 
     @cute.jit
-    def signed_values(self, call: Call, block: Block, thread: Int32, flips: list, raw: cute.Tensor) -> cute.Tensor:
-        """The thread's values after rotary embedding and random signs."""
-        values = self.unpack(raw, flips)
-        if const_expr(self.spec.rope):
-            self.embed(call, block, thread, values)
-            if const_expr(self.spec.rotate):
-                piece = self.spec.piece
-                for i in cutlass.range_constexpr(self.values):
-                    values[i] = rotation.flip(values[i], flips[i // piece % self.pieces], i % piece)
+    def first_values(self, call: Call, block: Block, thread: Int32, flips: list, raw: cute.Tensor) -> cute.Tensor:
+        """The thread's values in float32, embedded, with their signs, and transformed inside each piece.
+
+        Piece by piece, or with an embedding that pairs halves of a row two by two, so that few angles wait for their
+        values or values for theirs.
+        """
+        spec = self.spec
+        values = cute.make_rmem_tensor(self.values, Float32)
+        for unit in cutlass.range_constexpr(spec.units):
+            for i in cutlass.range_constexpr(self.pieces // self.together):
+                first = unit * self.pieces + i
+                pieces = [first + n * self.pieces // 2 for n in range(self.together)]
+                for piece in pieces:
+                    self.unpack(raw, values, piece, flips[piece % self.pieces] if spec.rotate else None)
+                if const_expr(spec.rope):
+                    self.embed(call, block, thread, values, unit, i)
+                for piece in pieces:
+                    if const_expr(spec.rotate):
+                        self.begin_transform(values, piece, flips[piece % self.pieces])
         return values
+
+    @cute.jit
+    def unpack(self, raw: cute.Tensor, values: cute.Tensor, piece: cutlass.Constexpr, flips: Int32 | None):
+        """The elements of a piece in float32; without ``rope`` with their signs, if they get any."""
+        pairs = cute.make_tensor(cute.recast_ptr(raw.iterator, dtype=Int32), cute.make_layout(self.values // 2))
+        first = piece * self.spec.piece // 2
+        for i in cutlass.range_constexpr(self.spec.piece // 2):
+            pair = pairs[first + i]
+            if const_expr(self.spec.rotate and not self.spec.rope):
+                pair = rotation.flip_pair(pair, flips, i)
+            for half in cutlass.range_constexpr(2):
+                values[2 * (first + i) + half] = ptx.unpack(pair, half, self.dtype)
+
+    @cute.jit
+    def begin_transform(self, values: cute.Tensor, piece: cutlass.Constexpr, flips: Int32):
+        """The stages of the transform inside a piece; before them, with ``rope``, the signs."""
+        size = self.spec.piece
+        of_piece = cute.make_tensor(values.iterator + piece * size, cute.make_layout(size))
+        if const_expr(self.spec.rope):
+            for i in cutlass.range_constexpr(size):
+                of_piece[i] = rotation.flip(of_piece[i], flips, i)
+        for bit in cutlass.range_constexpr(size.bit_length() - 1):
+            rotation.butterflies(of_piece, 1 << bit)
 
     @cute.jit
     def round_and_store(self, call: Call, block: Block, thread: Int32, values: cute.Tensor, amax: Float32):
@@ -310,41 +359,28 @@ class QuantizeKernel:
         return row, start + Int64(row) * row_stride + spec.piece * (thread % spec.across) + column
 
     @cute.jit
-    def unpack(self, raw: cute.Tensor, flips: list) -> cute.Tensor:
-        """The elements in float32; without ``rope`` they have their signs."""
+    def embed(
+        self,
+        call: Call,
+        block: Block,
+        thread: Int32,
+        values: cute.Tensor,
+        unit: cutlass.Constexpr,
+        index: cutlass.Constexpr,
+    ):
+        """Rotary embedding of one piece of a unit, or of that and its partner in the other half of the row."""
         spec = self.spec
-        pairs = cute.make_tensor(cute.recast_ptr(raw.iterator, dtype=Int32), cute.make_layout(self.values // 2))
-        values = cute.make_rmem_tensor(self.values, Float32)
-        for i in cutlass.range_constexpr(self.values // 2):
-            pair = pairs[i]
-            if const_expr(spec.rotate and not spec.rope):
-                pair = rotation.flip_pair(pair, flips[2 * i // spec.piece % self.pieces], i % (spec.piece // 2))
-            for half in cutlass.range_constexpr(2):
-                values[2 * i + half] = ptx.unpack(pair, half, self.dtype)
-        return values
-
-    @cute.jit
-    def embed(self, call: Call, block: Block, thread: Int32, values: cute.Tensor):
-        """Rotary embedding of the thread's values."""
-        spec = self.spec
-        # Pairs of neighbours: half as many angles as columns in each piece. Else whole pieces of angles, each for a
-        # piece of the first half of the row and the one of the second half that the thread has too.
         angles = spec.piece // 2 if spec.interleaved else spec.piece
-        pieces = self.pieces if spec.interleaved else self.pieces // 2
-        for unit in cutlass.range_constexpr(spec.units):
-            row = block.first_row + self.row_of(thread, unit)
-            if row < call.seqlen:
-                place = Int64(call.first_position + row) * (spec.head_dim // 2) + angles * (thread % spec.across)
-                for i in cutlass.range_constexpr(pieces):
-                    cos, sin = (
-                        self.load_angles(address, place + angles * spec.across * i, angles)
-                        for address in (call.cos, call.sin)
-                    )
-                    first = unit * spec.held + spec.piece * i
-                    if const_expr(spec.interleaved):
-                        rotation.rotate_pairs(values, first, 1, 2, cos, sin)
-                    else:
-                        rotation.rotate_pairs(values, first, spec.held // 2, 1, cos, sin)
+        row = block.first_row + self.row_of(thread, unit)
+        if row < call.seqlen:
+            place = Int64(call.first_position + row) * (spec.head_dim // 2)
+            place = place + angles * (thread % spec.across + spec.across * index)
+            cos, sin = self.load_angles(call.cos, place, angles), self.load_angles(call.sin, place, angles)
+            first = unit * spec.held + spec.piece * index
+            if const_expr(spec.interleaved):
+                rotation.rotate_pairs(values, first, 1, 2, cos, sin)
+            else:
+                rotation.rotate_pairs(values, first, spec.held // 2, 1, cos, sin)
 
     @cute.jit
     def load_angles(self, address: Int64, place: Int64, count: cutlass.Constexpr) -> cute.Tensor:

@@ -107,23 +107,20 @@ def butterflies_between(values: cute.Tensor, thread: Int32, offset: cutlass.Cons
 
 
 def stages_of(held: int, piece: int, exchanging: int) -> tuple[tuple[str, int], ...]:
-    """The stages of the transform of runs of ``held`` values together with those of ``exchanging`` threads.
+    """The stages of the transform of ``held`` values together with those of ``exchanging`` threads, beyond pieces.
 
-    Each is a function here, ``"inside"`` or ``"between"`` threads, and its stride or offset. In the order of
+    Each is ``"between"`` threads or ``"inside"`` them, and its offset or stride. In the order of
     `fa3.quantization.hadamard`, since sums of float32 depend on it: inside a piece, between threads, between pieces.
     """
-    inside = [1 << bit for bit in range((held - 1).bit_length())]
-    between = [1 << bit for bit in range((exchanging - 1).bit_length())]
     return (
-        *(("inside", stride) for stride in inside if stride < piece),
-        *(("between", offset) for offset in between),
-        *(("inside", stride) for stride in inside if stride >= piece),
+        *(("between", 1 << bit) for bit in range((exchanging - 1).bit_length())),
+        *(("inside", piece << bit) for bit in range((held // piece - 1).bit_length())),
     )
 
 
 @cute.jit
 def hadamard(values: cute.Tensor, thread: Int32, stages: cutlass.Constexpr):
-    """The transform, by its stages."""
+    """The stages of the transform."""
     for i in cutlass.range_constexpr(len(stages)):
         if cutlass.const_expr(stages[i][0] == "inside"):
             butterflies(values, stages[i][1])
