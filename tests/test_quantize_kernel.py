@@ -14,13 +14,13 @@ from fa3 import quantization
 from fa3.compiler import inspect
 from fa3.compiler.build import build
 from fa3.compiler.target import Target
-from fa3.quantize_plan import quantize_specs
 from fa3.spec import QuantizeSpec
 
 cutlass = pytest.importorskip("cutlass")
 
 import quantize_wrappers as wrappers  # noqa: E402
 from bricks_on_host import call, floats, ints  # noqa: E402
+from quantize_on_host import kernel_on_host  # noqa: E402
 
 HEAD_DIMS = tuple(range(16, 257, 16))
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -38,18 +38,13 @@ def on_host(x: Tensor, spec: QuantizeSpec, rope=None, first_position: int = 0, s
     blocks = (-(-seqlen // spec.rows),) if spec.scales == "block" else ()
     scale = floats(batch, heads, *blocks)
     of_heads = torch.zeros(batch, heads) if amax is None else amax
-    addresses = [t.data_ptr() for t in (x, out, scale, of_heads, *(rope or (x, x)))]
-    sizes = (batch, seqlen, heads, first_position, 0, *x.stride()[:3], *out_strides, *of_heads.stride())
     words = quantization.sign_words(seed, head_dim) if spec.rotate else (0,) * 8
-    values = spec.units * spec.held
-    call(
-        wrappers.quantize,
-        torch.tensor(addresses),
-        torch.tensor(sizes, dtype=torch.int32),
-        torch.tensor(words, dtype=torch.int32),
-        floats(2, spec.threads, values),
+    kernel_on_host(spec)(
+        *(tensor.data_ptr() for tensor in (x, out, scale, of_heads, *(rope or (x, x)))),
+        *(0, batch, seqlen, heads, first_position, 0),
+        *(x.stride()[:3], out_strides, of_heads.stride()),
+        words,
         quantization.scale_factor(spec.hadamard_block),
-        constants=(spec,),
     )
     return out.view(quantization.E4M3), scale, of_heads
 
@@ -109,7 +104,8 @@ def test_the_transform_mixes_as_many_columns_as_that_of_the_definition(head_dim)
     assert QuantizeSpec("bf16", head_dim).hadamard_block == 1
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+# One of each way to cut a row in pieces.
+@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 96, 128, 192, 256])
 def test_rotated_rows_are_those_of_the_definition_bit_for_bit(head_dim):
     spec = QuantizeSpec("bf16", head_dim, 64, rotate=True)
     x = strided(2, 100, 2, head_dim, torch.bfloat16)
@@ -120,7 +116,7 @@ def test_rotated_rows_are_those_of_the_definition_bit_for_bit(head_dim):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_dim", "rows"), [(16, 64), (48, 64), (64, 128), (96, 128), (128, 128), (256, 64)])
+@pytest.mark.parametrize(("head_dim", "rows"), [(16, 64), (48, 64), (128, 128)])
 def test_v_in_rows_and_transposed_is_that_of_the_definition(head_dim, rows, dtype):
     for seqlen, transpose in itertools.product((1, 37, 128, 129), (False, True)):
         spec = QuantizeSpec(dtype, head_dim, rows, transpose=transpose)
@@ -131,9 +127,13 @@ def test_v_in_rows_and_transposed_is_that_of_the_definition(head_dim, rows, dtyp
         agree(found, expected)
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("rope", ["fp32", "same"])
-@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "rope", "interleaved"),
+    [
+        *((16, "fp32", False), (64, "same", False), (96, "fp32", False), (128, "fp32", False)),
+        *((48, "same", True), (64, "fp32", True), (256, "fp32", True)),
+    ],
+)
 def test_a_rotary_embedding_is_that_of_the_definition(head_dim, rope, interleaved):
     spec = QuantizeSpec("bf16", head_dim, 64, True, rope, interleaved)
     x = strided(1, 70, 2, head_dim, torch.bfloat16)
@@ -199,10 +199,3 @@ def test_the_machine_code_spills_nothing(spec):
     facts = build(spec, Target(cuda_major=13)).facts
     report = inspect.Report(**{name: facts[name] for name in inspect.Report.__dataclass_fields__})
     assert inspect.check(spec, report) == []
-
-
-def test_few_kernels_ship_and_each_once():
-    specs = list(quantize_specs())
-    assert len(specs) == len(set(specs)) <= 30
-    for spec in specs:
-        spec.validate()

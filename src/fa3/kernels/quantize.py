@@ -72,8 +72,8 @@ class QuantizeKernel:
         self.dtype = DTYPES[spec.dtype]
         self.values = spec.units * spec.held
         #: So many thread blocks share a multiprocessor: one computes while another waits for its values, or for its
-        #: other threads. A thread holds its values and 16 registers more, and of fp16 a few on top; with cos and sin, or
-        #: a loop, twice as many, and with those of two rows more than that.
+        #: other threads. A thread holds its values and 16 registers more, and of fp16 a few on top; with cos and sin,
+        #: or a loop, twice as many, and with those of two rows more than that.
         registers = 80 if spec.dtype == "bf16" or not spec.rotate else 88
         if spec.many_heads:
             registers = 168 if spec.rope and spec.units == 2 else 128
