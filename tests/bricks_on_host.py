@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import e4m3_on_host
 from fa3.kernels.parts import barriers, ptx
 
 
@@ -27,7 +28,8 @@ def _pack_pair(low: cutlass.Float32, high: cutlass.Float32, dtype: type[cutlass.
 
 
 def _unpack(pair: cutlass.Int32, half: int, dtype: type[cutlass.Numeric]) -> cutlass.Float32:
-    both = cute.make_rmem_tensor(1, cutlass.Int32)
+    # Of two: recasting a tensor of one word gives two times its first half.
+    both = cute.make_rmem_tensor(2, cutlass.Int32)
     both[0] = pair
     return cutlass.Float32(cute.recast_tensor(both, dtype)[half])
 
@@ -42,6 +44,7 @@ def _compiled(entry: Callable[..., None], types: tuple[type, ...], constants: tu
         patch.setattr(cute.arch, "fence_proxy", lambda *_, **__: None)
         patch.setattr(ptx, "pack_pair", _pack_pair)
         patch.setattr(ptx, "unpack", _unpack)
+        patch.setattr(ptx, "pack_four", e4m3_on_host.pack_four)
         patch.setattr(barriers, "sync_group", lambda group: None)
         return cute.compile(entry, *(t(0) for t in types), *constants, options="--gpu-arch sm_90a")
 

@@ -532,11 +532,134 @@ class QueryGradientSpec(_Spec):
         _check_memory(self)
 
 
+#: Largest values that the warps of a quantizing block tell each other: of 32 warps, of this head and the one before.
+WARP_VALUES = 2 * 32
+
+
+@dataclass(frozen=True)
+class QuantizeSpec(_Spec):
+    """One compiled kernel that makes e4m3 of q, k or v; `fa3.quantization` defines the result.
+
+    Attributes:
+        dtype: element type of the input, ``"fp16"`` or ``"bf16"``.
+        head_dim: its columns, a multiple of 16 up to 256.
+        rows: rows of a thread block, 64 or 128; with ``scales="block"`` they share a scale.
+        rotate: random signs and the Hadamard transform along the columns.
+        rope: a rotary embedding before that: ``"fp32"`` or ``"same"``, the dtype of cos and sin; empty: none.
+        interleaved: pairs of the embedding are columns (2i, 2i + 1), else (i, i + head_dim / 2).
+        transpose: write V^T in the order of slots.
+        scales: ``"block"``: of each block, in one pass; ``"amax"``: only add the block's amax to that of its head;
+            ``"given"``: by the amax that such a pass left.
+        ahead: the next head's rows are on their way to shared memory while those of one head are computed.
+    """
+
+    kernel = "quantize"
+
+    dtype: str
+    head_dim: int
+    rows: int = 128
+    rotate: bool = False
+    rope: str = ""
+    interleaved: bool = False
+    transpose: bool = False
+    scales: str = "block"
+    ahead: bool = False
+
+    @property
+    def many_heads(self) -> bool:
+        """Whether a thread block has rows of several heads, one after the other."""
+        return bool(self.rope) or self.ahead
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of shared memory for the input of this head and of the next."""
+        return 2 * ELEMENT_BYTES[self.dtype] * self.rows * self.head_dim if self.ahead else 0
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: the largest values of warps, and input."""
+        return 4 * WARP_VALUES + self.ahead_bytes
+
+    @property
+    def held(self) -> int:
+        """Elements of a unit, the work of a thread at a time: of a row, or with ``transpose`` 4 keys of 8 columns."""
+        if self.transpose or self.head_dim == 64:
+            return 32
+        return 64 if self.head_dim % 64 == 0 else 32 if self.head_dim % 32 == 0 else 16
+
+    @property
+    def piece(self) -> int:
+        """Columns next to each other that a thread has: 16 bytes of e4m3, or where the transform cuts finer 8."""
+        return 8 if self.transpose or (self.head_dim % 64 and self.head_dim != 32) else 16
+
+    @property
+    def across(self) -> int:
+        """Threads that share a row: thread j has pieces j, j + across, ... of it; of no meaning with ``transpose``."""
+        return self.head_dim // self.held
+
+    @property
+    def exchanging(self) -> int:
+        """Of those, the neighbours whose columns the Hadamard transform mixes: a power of two."""
+        return self.across & -self.across
+
+    @property
+    def hadamard_block(self) -> int:
+        """Columns that it mixes; 1 without it."""
+        return self.held * self.exchanging if self.rotate else 1
+
+    @property
+    def units(self) -> int:
+        """Units of a thread: two of 32 elements or less, where that leaves whole warps."""
+        return 1 if self.held > 32 or self.rows * self.head_dim % (2 * 32 * self.held) else 2
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.rows * self.head_dim // (self.held * self.units)
+
+    @property
+    def name(self) -> str:
+        """Short unique name, e.g. ``quantize_bf16_d128_128_block_rotate_ropefp32``."""
+        switches = [
+            name
+            for name, on in (
+                ("rotate", self.rotate),
+                (f"rope{self.rope}", self.rope),
+                ("interleaved", self.interleaved),
+                ("transpose", self.transpose),
+                ("ahead", self.ahead),
+            )
+            if on
+        ]
+        return "_".join((f"quantize_{self.dtype}_d{self.head_dim}_{self.rows}_{self.scales}", *switches))
+
+    def validate(self) -> None:
+        """Raise ``ValueError`` when no kernel can be compiled from this spec."""
+        for name, allowed in (
+            ("dtype", tuple(ELEMENT_BYTES)),
+            ("rows", (64, 128)),
+            ("rope", ("", "fp32", "same")),
+            ("scales", ("block", "amax", "given")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}: allowed are {', '.join(map(repr, allowed))}")
+        if self.head_dim % 16 or not 16 <= self.head_dim <= 256:
+            raise ValueError(f"head_dim={self.head_dim}: must be a multiple of 16 from 16 to 256")
+        if self.interleaved and not self.rope:
+            raise ValueError("interleaved=True: pairs of a rotary embedding, but rope=''")
+        if self.transpose and (self.rotate or self.rope):
+            raise ValueError("transpose=True: V is neither rotated nor given a position")
+        if self.transpose and self.ahead:
+            raise ValueError("transpose=True with ahead=True: the addresses of 4 keys leave no registers for a loop")
+        if self.transpose and self.scales == "amax":
+            raise ValueError("transpose=True with scales='amax': nothing is written, so that there is no order")
+
+
 #: Any of them.
-KernelSpec = ForwardSpec | BackwardSpec | PrepareSpec | FinishSpec | QueryGradientSpec
+KernelSpec = ForwardSpec | BackwardSpec | PrepareSpec | FinishSpec | QueryGradientSpec | QuantizeSpec
 
 _KINDS: dict[str, type] = {
-    kind.kernel: kind for kind in (ForwardSpec, BackwardSpec, PrepareSpec, FinishSpec, QueryGradientSpec)
+    kind.kernel: kind for kind in (ForwardSpec, BackwardSpec, PrepareSpec, FinishSpec, QueryGradientSpec, QuantizeSpec)
 }
 
 

@@ -14,6 +14,7 @@ _COMPILERS = {
     "prepare": ("backward_prepare", "compile_prepare"),
     "backward_dq": ("backward_dq", "compile_query_gradient"),
     "finish": ("backward_finish", "compile_finish"),
+    "quantize": ("quantize", "compile_quantize"),
 }
 
 

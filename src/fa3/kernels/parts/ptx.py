@@ -104,6 +104,21 @@ def unpack(pair: Int32, half: int, dtype: type[cutlass.Numeric]) -> Float32:
     return cute.arch.inline_ptx(code, write_only_types=[Float32], read_only_args=[pair])
 
 
+def pack_e4m3(first: Float32, second: Float32, third: Float32, fourth: Float32) -> Int32:
+    """Round four float32 to e4m3, to nearest even and saturating at 448, ``first`` in the lowest byte; NaN stays NaN.
+
+    Infinities saturate too: one that shall be NaN must be so before.
+    """
+    return cute.arch.inline_ptx(
+        "{\n.reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};\n"
+        "mov.b32 {$w0}, {low, high};\n}",
+        write_only_types=[Int32],
+        read_only_args=[first, second, third, fourth],
+    )
+
+
 @cute.jit
 def has_completed(barrier: cute.Pointer, parity: Int32) -> Int32:
     """1 if the phase of this parity of an mbarrier is over, else 0; waits for nothing."""
@@ -136,6 +151,16 @@ def claim(address: Int64) -> Int32:
 def store_release(address: Int64, value: Int32):
     """Write an int32 of global memory, after all that this thread has seen done."""
     cute.arch.inline_ptx("st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def load_async(target: Int32, source: Int64, size: Int32):
+    """Start copying ``size`` bytes of global to shared memory, 0 to 16; what is missing to 16 becomes 0.
+
+    Both addresses are aligned to 16 bytes; with a size of 0 nothing is read.
+    """
+    cute.arch.inline_ptx(
+        "cp.async.ca.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[target, source, size]
+    )
 
 
 @cute.jit

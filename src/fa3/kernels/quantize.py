@@ -1,0 +1,492 @@
+"""q, k or v to e4m3 in one pass: rotary embedding, random signs, Hadamard transform, amax, scale, rounding.
+
+`fa3.quantization` is the definition. It is bound by memory: 2 bytes are read and 1 written for each element, and all
+in between stays in float32 registers. A thread block has one block of rows of one head, or with a rotary embedding of
+several heads, one after the other, so that L1 keeps their cos and sin.
+
+One scale for a whole head takes two passes, since its amax must be known before the first element is rounded: the
+first only finds it, the second computes all again, which is cheaper than to store it.
+
+Reference: Shah et al. 2024, https://arxiv.org/abs/2407.08608, section 3.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from fa3.spec import SHARED_MEMORY_PER_BLOCK, WARP_VALUES, QuantizeSpec
+
+from .forward import DTYPES
+from .parts import ptx, rotation
+from .parts.rows import VECTOR
+
+#: What a smaller amax counts as (`fa3.quantization.SMALLEST_AMAX` says why).
+SMALLEST_AMAX = 2.0**-40
+
+
+def _blocks_per_sm(warps: int, registers: int) -> int:
+    """Thread blocks of so many warps that a multiprocessor has registers for: each of its quarters has 2^14."""
+    blocks = 1
+    while -(-(blocks + 1) * warps // 4) * 32 * registers <= 2**14:
+        blocks += 1
+    return blocks
+
+
+class Call(NamedTuple):
+    """What the arguments of a launch are, as `QuantizeKernel.__call__` has them."""
+
+    x: Int64
+    out: Int64
+    scale: Int64
+    amax: Int64
+    cos: Int64
+    sin: Int64
+    seqlen: Int32
+    heads: Int32
+    first_position: Int32
+    x_strides: tuple
+    out_strides: tuple
+    amax_strides: tuple
+    scale_factor: Float32
+
+
+class Block(NamedTuple):
+    """Which rows of which head a thread block has in hand."""
+
+    batch_index: Int32
+    head: Int32
+    row_block: Int32
+    first_row: Int32
+
+
+class QuantizeKernel:
+    """Host launch and device code of one ``QuantizeSpec``."""
+
+    def __init__(self, spec: QuantizeSpec):
+        self.spec = spec
+        self.dtype = DTYPES[spec.dtype]
+        self.values = spec.units * spec.held
+        #: So many thread blocks share a multiprocessor: one computes while another waits for its values, or for its
+        #: other threads. A thread holds its values and 16 registers more, and of fp16 a few on top; with cos and sin,
+        #: or a loop, twice as many, and with those of two rows more than that.
+        registers = 80 if spec.dtype == "bf16" or not spec.rotate else 88
+        if spec.many_heads:
+            registers = 168 if spec.rope and spec.units == 2 else 128
+        self.blocks_per_sm = _blocks_per_sm(spec.threads // 32, registers)
+        #: How much of the memory that L1 and shared memory are made of they need for it, in percent, with what CUDA
+        #: keeps of each block's; the rest is for L1, which brings cos and sin to one head after the other.
+        shared = self.blocks_per_sm * (spec.shared_bytes + 1024)
+        self.carveout = min(100, -(-100 * shared // SHARED_MEMORY_PER_BLOCK))
+        #: Pieces of a unit: runs of columns, or with ``transpose`` 8 columns of each of 4 keys.
+        self.pieces = spec.held // spec.piece
+        #: Pieces that are embedded together.
+        self.together = 2 if spec.rope and not spec.interleaved else 1
+        #: How the lanes of a warp share 4-key words and pieces of V^T: 32 bytes of a row, or more, are next to each
+        #: other when they are read, and 32 bytes of a column of keys, or more, when they are written.
+        self.pieces_of_warp = 2 if spec.head_dim % 32 else 4
+        self.words_of_warp = 32 // self.pieces_of_warp
+        #: Stages of the transform beyond those inside a piece.
+        self.stages = rotation.stages_of(spec.held, spec.piece, spec.exchanging)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: Int64,
+        out: Int64,
+        scale: Int64,
+        amax: Int64,
+        cos: Int64,
+        sin: Int64,
+        stream: cuda.CUstream,
+        batch: Int32,
+        seqlen: Int32,
+        heads: Int32,
+        first_position: Int32,
+        heads_per_block: Int32,
+        x_strides: tuple,
+        out_strides: tuple,
+        amax_strides: tuple,
+        signs: tuple,
+        scale_factor: Float32,
+    ):
+        """Launch a thread block for each block of rows of ``heads_per_block`` heads, 1 unless the spec has
+        ``many_heads``.
+
+        The first six arguments are device addresses, 0 where the spec has no use for them:
+            x: (batch, seqlen, heads, head_dim), at a multiple of 16 bytes; ``x_strides`` (batch, row, head) in
+                elements, multiples of 8.
+            out: e4m3, ``out_strides`` (batch, row, head), or with ``transpose`` (batch, column, head), multiples of 16.
+            scale: float32, contiguous: (batch, heads, blocks of rows) with ``scales="block"``, (batch, heads) with
+                ``"given"``.
+            amax: float32, ``amax_strides`` (batch, head); both 0: one for all. Before the pass that finds it, 0.
+            cos, sin: (positions, head_dim / 2), contiguous, at multiples of 16 bytes. Row i has position
+                ``first_position + i``.
+
+        ``signs`` are 8 words as `rotation.signs_of_piece` has them; a scale is ``scale_factor`` times its amax.
+        """
+        row_blocks = (seqlen + self.spec.rows - 1) // self.spec.rows
+        head_groups = (heads + heads_per_block - 1) // heads_per_block
+        call = Call(
+            x,
+            out,
+            scale,
+            amax,
+            cos,
+            sin,
+            seqlen,
+            heads,
+            first_position,
+            x_strides,
+            out_strides,
+            amax_strides,
+            scale_factor,
+        )
+        self.kernel(call, signs, heads_per_block).launch(
+            # Heads of the same rows run next to each other: they are neighbours in memory.
+            grid=[head_groups, row_blocks, batch],
+            block=[self.spec.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=self.blocks_per_sm,
+            preferred_smem_carveout=self.carveout,
+        )
+
+    @cute.kernel
+    def kernel(self, call: Call, signs: tuple, heads_per_block: Int32):
+        """One block of rows, of one or several heads."""
+        thread, _, _ = cute.arch.thread_idx()
+        group, row_block, batch_index = cute.arch.block_idx()
+
+        @cute.struct
+        class SharedStorage:
+            of_warps: cute.struct.MemRange[Int32, WARP_VALUES]
+            ahead: cute.struct.Align[cute.struct.MemRange[self.dtype, self.spec.ahead_bytes // 2], 16]
+
+        storage = cutlass.utils.SmemAllocator().allocate(SharedStorage)
+        of_warps = storage.of_warps.get_tensor(cute.make_layout((32, 2)))
+        raw = cute.make_rmem_tensor((VECTOR, self.values // VECTOR), self.dtype)
+        first_row = row_block * self.spec.rows
+        flips = self.flips_of(signs, thread)
+        if const_expr(self.spec.many_heads):
+            first_head = group * heads_per_block
+            end = cutlass.min(first_head + heads_per_block, call.heads)
+            slots = raw
+            if const_expr(self.spec.ahead):
+                # A thread reads what it brought itself, so that no other one has to wait.
+                layout = cute.make_layout((VECTOR, self.spec.threads, self.values // VECTOR, 2))
+                slots = storage.ahead.get_tensor(layout)[None, thread, None, None]
+                first = Block(batch_index, first_head, row_block, first_row)
+                self.load_ahead(call, first, thread, True, slots[None, None, first_head % 2])
+            for head in cutlass.range(first_head, end, unroll=1):
+                block = Block(batch_index, head, row_block, first_row)
+                # The shift gives 0. The compiler does not know, and so works out columns of signs and addresses in the
+                # loop; before it, they would take more registers than there are.
+                me = thread ^ (head >> 31)
+                flips_here = [signs_of_piece ^ (head >> 31) for signs_of_piece in flips]
+                if const_expr(self.spec.ahead):
+                    cute.arch.cp_async_wait_group(0)
+                    # To another place, and before this one is read: the compiler keeps that order, but reads each
+                    # element as late as it can.
+                    following = Block(batch_index, head + 1, row_block, first_row)
+                    self.load_ahead(call, following, me, head + 1 < end, slots[None, None, (head + 1) % 2])
+                    for i in cutlass.range_constexpr(self.values // VECTOR):
+                        cute.autovec_copy(slots[None, i, head % 2], raw[None, i])
+                else:
+                    self.load(call, block, me, raw)
+                self.quantize(call, block, me, flips_here, raw, of_warps, head % 2)
+        else:
+            block = Block(batch_index, group, row_block, first_row)
+            self.load(call, block, thread, raw)
+            self.quantize(call, block, thread, flips, raw, of_warps, 0)
+
+    @cute.jit
+    def quantize(
+        self,
+        call: Call,
+        block: Block,
+        thread: Int32,
+        flips: list,
+        raw: cute.Tensor,
+        of_warps: cute.Tensor,
+        buffer: Int32,
+    ):
+        """One block of rows of one head."""
+        values = self.first_values(call, block, thread, flips, raw)
+        if const_expr(self.spec.rotate):
+            rotation.hadamard(values, thread, self.stages)
+        # With a given amax too: infinities become NaN.
+        amax = rotation.largest_finite(values)
+        if const_expr(self.spec.scales == "given"):
+            amax = self.amax_of_head(call, block)[0]
+        else:
+            amax = self.largest_of_block(amax, thread, of_warps, buffer)
+        if const_expr(self.spec.scales == "amax"):
+            if thread == 0:
+                # Bits of floats that are not negative are in their order.
+                of_head = cute.recast_tensor(self.amax_of_head(call, block), Int32)
+                cute.arch.atomic_max(of_head.iterator, amax.bitcast(Int32), sem="relaxed", scope="gpu")
+        else:
+            self.round_and_store(call, block, thread, values, amax)
+
+    def flips_of(self, signs: tuple, thread: Int32) -> list:
+        """The signs of each piece of the thread's rows, if there are any."""
+        across, count = self.spec.across, self.pieces if self.spec.rotate else 0
+        return [rotation.signs_of_piece(signs, i, thread % across, across, self.spec.piece) for i in range(count)]
+
+    @cute.jit
+    def first_values(self, call: Call, block: Block, thread: Int32, flips: list, raw: cute.Tensor) -> cute.Tensor:
+        """The thread's values in float32, embedded, with their signs, and transformed inside each piece.
+
+        Piece by piece, or with an embedding that pairs halves of a row two by two, so that few angles wait for their
+        values or values for theirs.
+        """
+        spec = self.spec
+        values = cute.make_rmem_tensor(self.values, Float32)
+        for unit in cutlass.range_constexpr(spec.units):
+            for i in cutlass.range_constexpr(self.pieces // self.together):
+                first = unit * self.pieces + i
+                pieces = [first + n * self.pieces // 2 for n in range(self.together)]
+                for piece in pieces:
+                    self.unpack(raw, values, piece, flips[piece % self.pieces] if spec.rotate else None)
+                if const_expr(spec.rope):
+                    self.embed(call, block, thread, values, unit, i)
+                for piece in pieces:
+                    if const_expr(spec.rotate):
+                        self.begin_transform(values, piece, flips[piece % self.pieces])
+        return values
+
+    @cute.jit
+    def unpack(self, raw: cute.Tensor, values: cute.Tensor, piece: cutlass.Constexpr, flips: Int32 | None):
+        """The elements of a piece in float32; without ``rope`` with their signs, if they get any."""
+        pairs = cute.make_tensor(cute.recast_ptr(raw.iterator, dtype=Int32), cute.make_layout(self.values // 2))
+        first = piece * self.spec.piece // 2
+        for i in cutlass.range_constexpr(self.spec.piece // 2):
+            pair = pairs[first + i]
+            if const_expr(self.spec.rotate and not self.spec.rope):
+                pair = rotation.flip_pair(pair, flips, i)
+            for half in cutlass.range_constexpr(2):
+                values[2 * (first + i) + half] = ptx.unpack(pair, half, self.dtype)
+
+    @cute.jit
+    def begin_transform(self, values: cute.Tensor, piece: cutlass.Constexpr, flips: Int32):
+        """The stages of the transform inside a piece; before them, with ``rope``, the signs."""
+        size = self.spec.piece
+        of_piece = cute.make_tensor(values.iterator + piece * size, cute.make_layout(size))
+        if const_expr(self.spec.rope):
+            for i in cutlass.range_constexpr(size):
+                of_piece[i] = rotation.flip(of_piece[i], flips, i)
+        for bit in cutlass.range_constexpr(size.bit_length() - 1):
+            rotation.butterflies(of_piece, 1 << bit)
+
+    @cute.jit
+    def round_and_store(self, call: Call, block: Block, thread: Int32, values: cute.Tensor, amax: Float32):
+        """Write the scale, and the values by it."""
+        amax = cute.arch.fmax(amax, Float32(SMALLEST_AMAX))
+        self.store_scale(call, block, thread, amax)
+        inverse = rotation.inverse_of(amax, cute.arch.rcp_approx)
+        for i in cutlass.range(self.values, unroll_full=True):
+            values[i] = values[i] * inverse
+        if const_expr(self.spec.transpose):
+            self.store_transposed(call, block, thread, values)
+        else:
+            self.store(call, block, thread, values)
+
+    # Places ---------------------------------------------------------------------------------------------------------
+
+    def row_of(self, thread: Int32, unit: int) -> Int32:
+        """The row of a unit in its block, of those that are rows."""
+        return thread // self.spec.across + unit * (self.spec.rows // self.spec.units)
+
+    def slots_of(self, thread: Int32, unit: int) -> tuple[Int32, Int32]:
+        """The 4 slots, as a word of V^T, and the piece of 8 columns of a unit, with ``transpose``."""
+        number = thread + unit * self.spec.threads
+        tiles = self.spec.head_dim // (VECTOR * self.pieces_of_warp)
+        tile, lane = number // 32, number % 32
+        word = tile // tiles * self.words_of_warp + lane // self.pieces_of_warp
+        return word, tile % tiles * self.pieces_of_warp + lane % self.pieces_of_warp
+
+    def float32(self, address: Int64, place: Int64) -> cute.Tensor:
+        """One float32 in global memory."""
+        pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
+        return cute.make_tensor(pointer + place, cute.make_layout(1))
+
+    def amax_of_head(self, call: Call, block: Block) -> cute.Tensor:
+        """Where the amax of a head is found in two passes."""
+        batch_stride, head_stride = call.amax_strides
+        return self.float32(call.amax, Int64(block.batch_index) * batch_stride + Int64(block.head) * head_stride)
+
+    # Loads ----------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def load(self, call: Call, block: Block, thread: Int32, target: cute.Tensor):
+        """Bring the thread's elements, as 8 times so many, to registers; 0 where there is no row."""
+        target.fill(0.0)
+        # All loads are under way before the first value is used.
+        for i in cutlass.range_constexpr(self.values // VECTOR):
+            row, place = self.place_of(call, block, thread, i)
+            if row < call.seqlen:
+                pointer = cute.make_ptr(self.dtype, call.x, cute.AddressSpace.gmem, assumed_align=16)
+                source = cute.make_tensor(pointer + cute.assume(place, divby=VECTOR), cute.make_layout(VECTOR))
+                cute.autovec_copy(source, target[None, i])
+
+    @cute.jit
+    def load_ahead(self, call: Call, block: Block, thread: Int32, exists: cutlass.Boolean, slots: cute.Tensor):
+        """Start to bring them to shared memory, if the block exists; the same where it does not."""
+        rows = call.seqlen if exists else 0
+        for i in cutlass.range_constexpr(self.values // VECTOR):
+            row, place = self.place_of(call, block, thread, i)
+            size = 2 * VECTOR if row < rows else 0
+            ptx.load_async(slots[None, i].iterator.toint(), call.x + 2 * place, Int32(size))
+        cute.arch.cp_async_commit_group()
+
+    def place_of(self, call: Call, block: Block, thread: Int32, index: int) -> tuple[Int32, Int64]:
+        """The row of the thread's 8 elements of a number, and where in x they begin."""
+        spec = self.spec
+        batch_stride, row_stride, head_stride = call.x_strides
+        start = Int64(block.batch_index) * batch_stride + Int64(block.head) * head_stride
+        unit, index = divmod(index, spec.held // VECTOR)
+        if spec.transpose:
+            word, piece = self.slots_of(thread, unit)
+            row = block.first_row + rotation.key_of_slots(word, index)
+            return row, start + Int64(row) * row_stride + VECTOR * piece
+        row = block.first_row + self.row_of(thread, unit)
+        piece, column = divmod(VECTOR * index, spec.piece)
+        column += spec.piece * spec.across * piece
+        return row, start + Int64(row) * row_stride + spec.piece * (thread % spec.across) + column
+
+    @cute.jit
+    def embed(
+        self,
+        call: Call,
+        block: Block,
+        thread: Int32,
+        values: cute.Tensor,
+        unit: cutlass.Constexpr,
+        index: cutlass.Constexpr,
+    ):
+        """Rotary embedding of one piece of a unit, or of that and its partner in the other half of the row."""
+        spec = self.spec
+        angles = spec.piece // 2 if spec.interleaved else spec.piece
+        row = block.first_row + self.row_of(thread, unit)
+        if row < call.seqlen:
+            place = Int64(call.first_position + row) * (spec.head_dim // 2)
+            place = place + angles * (thread % spec.across + spec.across * index)
+            cos, sin = self.load_angles(call.cos, place, angles), self.load_angles(call.sin, place, angles)
+            first = unit * spec.held + spec.piece * index
+            if const_expr(spec.interleaved):
+                rotation.rotate_pairs(values, first, 1, 2, cos, sin)
+            else:
+                rotation.rotate_pairs(values, first, spec.held // 2, 1, cos, sin)
+
+    @cute.jit
+    def load_angles(self, address: Int64, place: Int64, count: cutlass.Constexpr) -> cute.Tensor:
+        """``count`` cosines or sines in float32."""
+        dtype = Float32 if self.spec.rope == "fp32" else self.dtype
+        pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=min(count * dtype.width // 8, 16))
+        source = cute.make_tensor(pointer + cute.assume(place, divby=count), cute.make_layout(count))
+        raw = cute.make_rmem_tensor(count, dtype)
+        cute.autovec_copy(source, raw)
+        angles = cute.make_rmem_tensor(count, Float32)
+        for i in cutlass.range_constexpr(count):
+            angles[i] = Float32(raw[i])
+        return angles
+
+    # Scales ---------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def largest_of_block(self, amax: Float32, thread: Int32, of_warps: cute.Tensor, buffer: Int32) -> Float32:
+        """The largest of all threads' values, none of which is negative, in all threads.
+
+        Two buffers take turns: a warp that is at the next head's barrier has read those of this one.
+        """
+        # As integers: the bits of floats that are not negative are in their order, and a warp reduces in one step.
+        bits = cute.arch.warp_redux_sync(amax.bitcast(Int32), "max")
+        warps = self.spec.threads // 32
+        if const_expr(warps > 1):
+            lane = thread % 32
+            if lane == 0:
+                of_warps[thread // 32, buffer] = bits
+            cute.arch.sync_threads()
+            bits = Int32(0)
+            if lane < warps:
+                bits = of_warps[lane, buffer]
+            bits = cute.arch.warp_redux_sync(bits, "max")
+        return bits.bitcast(Float32)
+
+    @cute.jit
+    def store_scale(self, call: Call, block: Block, thread: Int32, amax: Float32):
+        """Write the scale: of a head one block does it."""
+        head_index = Int64(block.batch_index) * call.heads + block.head
+        if const_expr(self.spec.scales == "block"):
+            if thread == 0:
+                row_blocks = (call.seqlen + self.spec.rows - 1) // self.spec.rows
+                target = self.float32(call.scale, head_index * row_blocks + block.row_block)
+                target[0] = amax * call.scale_factor
+        else:
+            if thread == 0 and block.row_block == 0:
+                target = self.float32(call.scale, head_index)
+                target[0] = amax * call.scale_factor
+
+    # Stores ---------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store(self, call: Call, block: Block, thread: Int32, values: cute.Tensor):
+        """Round the thread's values and write them as rows."""
+        spec = self.spec
+        batch_stride, row_stride, head_stride = call.out_strides
+        start = Int64(block.batch_index) * batch_stride + Int64(block.head) * head_stride
+        for unit in cutlass.range_constexpr(spec.units):
+            words = cute.make_rmem_tensor(spec.held // 4, Int32)
+            for i in cutlass.range_constexpr(spec.held // 4):
+                words[i] = ptx.pack_four(*(values[unit * spec.held + 4 * i + n] for n in range(4)))
+            row = block.first_row + self.row_of(thread, unit)
+            if row < call.seqlen:
+                address = call.out + start + Int64(row) * row_stride + spec.piece * (thread % spec.across)
+                for i in cutlass.range_constexpr(self.pieces):
+                    self.store_words(
+                        address + spec.piece * spec.across * i, words, spec.piece // 4 * i, spec.piece // 4
+                    )
+
+    @cute.jit
+    def store_transposed(self, call: Call, block: Block, thread: Int32, values: cute.Tensor):
+        """Round the thread's values and write them as V^T: 4 keys of a column are a word.
+
+        Groups of 16 keys are written whole, with zeros for keys behind the last.
+        """
+        spec = self.spec
+        batch_stride, column_stride, head_stride = call.out_strides
+        start = Int64(block.batch_index) * batch_stride + Int64(block.head) * head_stride + block.first_row
+        for unit in cutlass.range_constexpr(spec.units):
+            word, piece = self.slots_of(thread, unit)
+            if block.first_row + 16 * (word // 4) < call.seqlen:
+                address = call.out + start + Int64(VECTOR * piece) * column_stride + 4 * word
+                for column in cutlass.range_constexpr(VECTOR):
+                    words = cute.make_rmem_tensor(1, Int32)
+                    words[0] = ptx.pack_four(*(values[unit * spec.held + VECTOR * n + column] for n in range(4)))
+                    self.store_words(address + column * column_stride, words, 0, 1)
+
+    @cute.jit
+    def store_words(self, address: Int64, words: cute.Tensor, first: cutlass.Constexpr, count: cutlass.Constexpr):
+        """Write ``count`` words at a multiple of their size."""
+        pointer = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4 * count)
+        target = cute.make_tensor(pointer, cute.make_layout(count))
+        cute.autovec_copy(cute.make_tensor(words.iterator + first, cute.make_layout(count)), target)
+
+
+def compile_quantize(spec: QuantizeSpec, options: str) -> Any:
+    """Compile the spec's host entry; needs no GPU."""
+    return cute.compile(
+        QuantizeKernel(spec),
+        *[Int64(0)] * 6,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=False),
+        *[Int32(1)] * 5,
+        *[(Int64(0),) * 3] * 2,
+        (Int64(0),) * 2,
+        (Int32(0),) * 8,
+        Float32(1.0),
+        options=options,
+    )

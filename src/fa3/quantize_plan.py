@@ -1,0 +1,126 @@
+"""The plan of quantization: from the shape of q, k or v and what to do with it to its kernels and their launch.
+
+Pure Python and pure arithmetic, as `fa3.plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fa3.plan import DeviceFacts
+from fa3.spec import QuantizeSpec
+
+#: Rows of a thread block where all rows of a head share a scale.
+ROWS = 128
+
+#: Most row blocks and batch entries of a launch (CUDA's limits of a grid's second and third dimension).
+MAX_ROW_BLOCKS = MAX_BATCH = 65_535
+
+#: Thread blocks that each multiprocessor should get at least where each has several heads: one or two are on it at a
+#: time, and with so many the last ones to end do not leave it idle for long.
+BLOCKS_PER_SM = 6
+
+#: From here on a thread block's values take so many registers that one is alone on a multiprocessor.
+ALONE = 256
+
+#: Head dims that ship.
+HEAD_DIMS = (64, 96, 128, 192, 256)
+
+
+@dataclass(frozen=True)
+class QuantizePlan:
+    """What `plan_quantize` decided.
+
+    Attributes:
+        spec: the kernel that writes e4m3 and scales.
+        amax: the kernel before it that finds the amax of each head; ``None`` where each block has its own scale.
+        heads_per_block: heads whose rows one thread block quantizes, one after the other.
+    """
+
+    spec: QuantizeSpec
+    amax: QuantizeSpec | None
+    heads_per_block: int
+
+
+def plan_quantize(
+    *,
+    dtype: str,
+    batch: int,
+    seqlen: int,
+    heads: int,
+    head_dim: int,
+    rows: int | str,
+    rotate: bool,
+    rope: str,
+    interleaved: bool,
+    transpose: bool,
+    facts: DeviceFacts,
+) -> QuantizePlan:
+    """Choose kernels for one tensor.
+
+    Args:
+        dtype, head_dim, rotate, rope, interleaved, transpose: as of `fa3.spec.QuantizeSpec`.
+        batch, seqlen, heads: of the tensor, none 0.
+        rows: rows that share a scale, 64 or 128, or ``"head"`` or ``"tensor"``.
+        facts: of the device.
+
+    Raises:
+        ValueError: no kernel does this, or not for so many rows.
+    """
+    own_scales = isinstance(rows, int)
+    spec = QuantizeSpec(
+        dtype=dtype,
+        head_dim=head_dim,
+        rows=rows if isinstance(rows, int) else ROWS,
+        rotate=rotate,
+        rope=rope,
+        interleaved=interleaved and bool(rope),
+        transpose=transpose,
+        scales="block" if own_scales else "given",
+        ahead=loads_ahead(head_dim, rope, transpose),
+    )
+    spec.validate()
+    row_blocks = -(-seqlen // spec.rows)
+    if row_blocks > MAX_ROW_BLOCKS:
+        raise ValueError(f"seqlen={seqlen}: at most {MAX_ROW_BLOCKS * spec.rows} rows are quantized at once")
+    if batch > MAX_BATCH:
+        raise ValueError(f"batch={batch}: at most {MAX_BATCH}; split it")
+    heads_per_block = 1
+    if spec.many_heads:
+        groups = min(heads, max(1, -(-BLOCKS_PER_SM * facts.sm_count // (row_blocks * batch))))
+        heads_per_block = -(-heads // groups)
+    amax = None
+    if not own_scales:
+        amax = replace(spec, scales="amax", transpose=False, ahead=loads_ahead(head_dim, rope, False))
+    return QuantizePlan(spec, amax, heads_per_block)
+
+
+def loads_ahead(head_dim: int, rope: str, transpose: bool) -> bool:
+    """Whether the next head is loaded while one is computed: where no other thread block would load meanwhile.
+
+    With a rotary embedding a thread block has several heads anyway, which find its cos and sin in L1.
+    """
+    return not transpose and (bool(rope) or head_dim >= ALONE)
+
+
+def quantize_specs() -> Iterator[QuantizeSpec]:
+    """The kernels that ship; others are compiled when first asked for.
+
+    A scale for each 128 rows of bf16 q and k, rotated, without and with a rotary embedding of halves; of v in rows and
+    transposed; and scales of whole heads, without an embedding.
+    """
+    for head_dim in HEAD_DIMS:
+        plain = QuantizeSpec("bf16", head_dim, ahead=loads_ahead(head_dim, "", False))
+        rotated = replace(plain, rotate=True)
+        yield rotated
+        yield replace(rotated, rope="fp32", ahead=True)
+        yield plain
+        yield replace(plain, transpose=True, ahead=False)
+    for head_dim in (64, 128, 256):
+        rotated = QuantizeSpec("bf16", head_dim, rotate=True, ahead=loads_ahead(head_dim, "", False))
+        for scales in ("amax", "given"):
+            yield replace(rotated, scales=scales)
+    yield QuantizeSpec("bf16", 128, rotate=True, rope="same", ahead=True)
+    yield QuantizeSpec("fp16", 128, rotate=True)
+    yield QuantizeSpec("fp16", 128)
