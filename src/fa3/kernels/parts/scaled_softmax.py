@@ -25,7 +25,7 @@ ROOM = math.log2(448.0)
 
 #: Threshold of the first tile of keys: the scores of those to come may well be larger, and then need not move anything.
 #: Wherever the largest score comes later, the reference has moved to it by the threshold of the spec.
-FIRST_THRESHOLD = 2.8
+FIRST_THRESHOLD = 3.8
 
 
 @cute.jit
