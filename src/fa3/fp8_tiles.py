@@ -43,9 +43,9 @@ _TABLE: dict[tuple[int, int], dict[str, tuple[str, str]]] = {
         "modified": ("128x128x3/2", "128x128x3"),
         "modified 128": ("128x128x3/2", "128x128x3"),
         "modified 64": ("128x64x4/2", "128x64x4"),
-        "modified add": ("128x128x3/2+4", "128x128x3+4"),
-        "modified 128 add": ("128x128x3/2+4", "128x128x3+4"),
-        "modified 64 add": ("128x64x4/2+4", "128x64x4+4"),
+        "modified add": ("128x64x4/2+8", "128x64x4+8"),
+        "modified 128 add": ("128x64x4/2+8", "128x64x4+8"),
+        "modified 64 add": ("128x64x4/2+8", "128x64x4+8"),
     },
     (96, 96): {
         "full": ("192x128x2/2", "192x128x2"),

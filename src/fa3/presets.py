@@ -26,8 +26,9 @@ def shipped_specs(preset: str) -> tuple[KernelSpec, ...]:
     ``smoke``: one kernel. ``forward``: all that `fa3.plan.plan` can choose for plain calls and windows. ``backward``:
     all that `fa3.backward_plan.plan_backward` can choose for their gradients. ``training``: both. ``features``: caps,
     modifications, block masks and qv at the usual head dims. ``schedule``: combinations of the forward schedule's
-    switches, for tests and the ablation. ``fp8``: attention in e4m3 and its quantization. ``all``: all of these, which are the shipped ones. ``tests``: those, and what
-    the GPU tests ask for beyond them. ``sweep``: what the sweep of the tile tables tries.
+    switches, for tests and the ablation. ``fp8``: attention in e4m3, and quantization. ``all``: all of these, which are
+    the shipped ones. ``tests``: those, and what the GPU tests ask for beyond them. ``sweep``: what the sweep of the
+    tile tables tries.
 
     Raises:
         ValueError: unknown preset.
