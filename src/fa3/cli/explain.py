@@ -276,7 +276,7 @@ def _gradient_lines(gradients: dict[str, Any]) -> list[str]:
 
 def _lines(said: dict[str, Any]) -> list[str]:
     """The explanation as text, from the call down to the chip."""
-    planned, limits = said["plan"], said["roofline"]
+    planned, limits, bits = said["plan"], said["roofline"], 8 if said["problem"]["dtype"] == "e4m3" else 16
     lines = ["flash_attn_func", *(f"  {line}" for line in _call_lines(said))]
     lines += ["", f"backend here: {said['backend']}", f"  {said['backend_reason']}"]
     lines += ["", f"plan for {said['planned_for']}"]
@@ -294,7 +294,7 @@ def _lines(said: dict[str, Any]) -> list[str]:
         f"least; the matrix of scores that is never made: {said['score_matrix_bytes'] / 1e6:,.1f} MB in float32",
         f"  least time on {limits['sm_count']} SMs at {limits['clock_mhz']:.0f} MHz "
         f"and {limits['bytes_per_second'] / 1e12:.1f} TB/s:",
-        f"    tensor cores {limits['tensor_us']:10,.2f} us   ({'8' if said['problem']['dtype'] == 'e4m3' else '16'}-bit)",
+        f"    tensor cores {limits['tensor_us']:10,.2f} us   ({bits}-bit)",
         f"    exponentials {limits['exp_us']:10,.2f} us",
         f"    memory       {limits['memory_us']:10,.2f} us",
         f"  bound by {limits['bound']}",
