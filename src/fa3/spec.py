@@ -165,7 +165,11 @@ class ForwardSpec(_Spec):
     @property
     def out_columns(self) -> int:
         """Columns of an out tile that go through shared memory at once: all, or half if only that has room."""
-        return self._own_columns() or self.head_dim_v
+        return self._own_columns() or self._columns_in_place_of_q()
+
+    def _columns_in_place_of_q(self) -> int:
+        # Twice as wide as an element of q, those of FP8's out take its place half by half.
+        return self.head_dim_v // 2 if self.fp8 else self.head_dim_v
 
     @property
     def shared_bytes(self) -> int:
@@ -191,7 +195,7 @@ class ForwardSpec(_Spec):
     @property
     def q_out_bytes(self) -> int:
         """Bytes of the q tiles where out takes their place."""
-        return self.tile_m * max(self.head_dim * INPUT_BYTES[self.dtype], self.head_dim_v * OUT_BYTES)
+        return self.tile_m * max(self.head_dim * INPUT_BYTES[self.dtype], self._columns_in_place_of_q() * OUT_BYTES)
 
     @property
     def name(self) -> str:
