@@ -56,11 +56,12 @@ def plan_quantize(
     interleaved: bool,
     transpose: bool,
     facts: DeviceFacts,
+    power_of_two: bool = False,
 ) -> QuantizePlan:
     """Choose kernels for one tensor.
 
     Args:
-        dtype, head_dim, rotate, rope, interleaved, transpose: as of `fa3.spec.QuantizeSpec`.
+        dtype, head_dim, rotate, rope, interleaved, transpose, power_of_two: as of `fa3.spec.QuantizeSpec`.
         batch, seqlen, heads: of the tensor, none 0.
         rows: rows that share a scale, 64 or 128, or ``"head"`` or ``"tensor"``.
         facts: of the device.
@@ -79,6 +80,7 @@ def plan_quantize(
         transpose=transpose,
         scales="block" if own_scales else "given",
         ahead=loads_ahead(head_dim, rope, transpose),
+        power_of_two=power_of_two,
     )
     spec.validate()
     row_blocks = -(-seqlen // spec.rows)
@@ -92,7 +94,8 @@ def plan_quantize(
         heads_per_block = -(-heads // groups)
     amax = None
     if not own_scales:
-        amax = replace(spec, scales="amax", transpose=False, ahead=loads_ahead(head_dim, rope, False))
+        ahead = loads_ahead(head_dim, rope, False)
+        amax = replace(spec, scales="amax", transpose=False, ahead=ahead, power_of_two=False)
     return QuantizePlan(spec, amax, heads_per_block)
 
 
@@ -108,19 +111,22 @@ def quantize_specs() -> Iterator[QuantizeSpec]:
     """The kernels that ship; others are compiled when first asked for.
 
     A scale for each 128 rows of bf16 q and k, rotated, without and with a rotary embedding of halves; of v in rows and
-    transposed; and scales of whole heads, without an embedding.
+    transposed, a power of two; and scales of whole heads, without an embedding.
     """
     for head_dim in HEAD_DIMS:
         plain = QuantizeSpec("bf16", head_dim, ahead=loads_ahead(head_dim, "", False))
         rotated = replace(plain, rotate=True)
         yield rotated
         yield replace(rotated, rope="fp32", ahead=True)
-        yield plain
-        yield replace(plain, transpose=True, ahead=False)
+        yield replace(plain, power_of_two=True)
+        yield replace(plain, transpose=True, ahead=False, power_of_two=True)
     for head_dim in (64, 128, 256):
         rotated = QuantizeSpec("bf16", head_dim, rotate=True, ahead=loads_ahead(head_dim, "", False))
         for scales in ("amax", "given"):
             yield replace(rotated, scales=scales)
+            yield replace(rotated, scales=scales, rotate=False)
+        yield replace(rotated, scales="given", rotate=False, transpose=True, ahead=False)
     yield QuantizeSpec("bf16", 128, rotate=True, rope="same", ahead=True)
     yield QuantizeSpec("fp16", 128, rotate=True)
-    yield QuantizeSpec("fp16", 128)
+    yield QuantizeSpec("fp16", 128, power_of_two=True)
+    yield QuantizeSpec("fp16", 128, transpose=True, power_of_two=True)

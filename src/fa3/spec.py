@@ -555,6 +555,7 @@ class QuantizeSpec(_Spec):
         scales: ``"block"``: of each block, in one pass; ``"amax"``: only add the block's amax to that of its head;
             ``"given"``: by the amax that such a pass left.
         ahead: the next head's rows are on their way to shared memory while those of one head are computed.
+        power_of_two: round amax up, so that scales of what is not rotated are powers of two.
     """
 
     kernel = "quantize"
@@ -568,6 +569,7 @@ class QuantizeSpec(_Spec):
     transpose: bool = False
     scales: str = "block"
     ahead: bool = False
+    power_of_two: bool = False
 
     @property
     def many_heads(self) -> bool:
@@ -632,6 +634,7 @@ class QuantizeSpec(_Spec):
                 ("interleaved", self.interleaved),
                 ("transpose", self.transpose),
                 ("ahead", self.ahead),
+                ("pow2", self.power_of_two),
             )
             if on
         ]
@@ -657,6 +660,8 @@ class QuantizeSpec(_Spec):
             raise ValueError("transpose=True with ahead=True: the addresses of 4 keys leave no registers for a loop")
         if self.transpose and self.scales == "amax":
             raise ValueError("transpose=True with scales='amax': nothing is written, so that there is no order")
+        if self.power_of_two and self.scales == "amax":
+            raise ValueError("power_of_two=True with scales='amax': the pass that makes scales rounds, not this one")
 
 
 #: Any of them.
