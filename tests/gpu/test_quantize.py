@@ -63,7 +63,7 @@ def assert_close(values, scale, expected, expected_scale):
 
 
 @pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
-@pytest.mark.parametrize("rows", [64, 128, "head", "tensor"])
+@pytest.mark.parametrize("rows", [64, 96, 128, "head", "tensor"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_head_dim_and_kind_of_scale(head_dim, rows, rotate):
     for dtype in DTYPES if head_dim in (48, 64, 128, 256) else DTYPES[:1]:
@@ -71,7 +71,7 @@ def test_every_head_dim_and_kind_of_scale(head_dim, rows, rotate):
         assert_same(*both(x, rows=rows, rotate=rotate, seed=7))
 
 
-@pytest.mark.parametrize("rows", [64, 128, "head", "tensor"])
+@pytest.mark.parametrize("rows", [64, 96, 128, "head", "tensor"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_v_transposed(head_dim, rows):
     for dtype, seqlen in itertools.product(DTYPES if head_dim in (64, 128) else DTYPES[:1], (1, 16, 127, 400)):
@@ -88,7 +88,7 @@ def test_odd_lengths(seqlen):
 @pytest.mark.parametrize("same", [False, True], ids=["fp32", "same"])
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 96, 128, 192, 256])
 def test_rotary_embedding(head_dim, same, interleaved):
-    for dtype, rows in itertools.product(DTYPES, (64, 128, "head")):
+    for dtype, rows in itertools.product(DTYPES, (64, 96, 128, "head")):
         x = random(2, 300, 5, head_dim, dtype, gaps=2)
         rope = angles(411, head_dim, dtype if same else torch.float32)
         options = {"rows": rows, "rope": rope, "interleaved": interleaved, "first_position": 111}
@@ -110,7 +110,7 @@ def test_what_is_not_finite_and_zeros(head_dim, rotate):
     x[0, 3, 0, 5], x[0, 4, 1, 1], x[0, 200, 0, 9], x[0, 201, 0, 0] = math.inf, math.nan, -math.inf, math.nan
     x[0, 256:384] = 0.0
     x[0, 384:, 0] = math.inf
-    for rows in (64, 128, "head", "tensor"):
+    for rows in (64, 96, 128, "head", "tensor"):
         assert_same(*both(x, rows=rows, rotate=rotate))
         if not rotate:
             assert_same(*both(x, rows=rows, transpose=True))
