@@ -139,7 +139,10 @@ class ForwardKernel(Producer, Epilogue):
             v_shape = (head_dim_v, (seqlen_k + 15) // 16 * 16, heads_kv, batch)
         v_view = copies.global_tensor(self.dtype, v, v_shape, (v_row_stride, v_head_stride, v_batch_stride))
         out_view = copies.global_tensor(
-            self.out_dtype, out, (seqlen_q, head_dim_v, heads_q, batch), (out_row_stride, out_head_stride, out_batch_stride)
+            self.out_dtype,
+            out,
+            (seqlen_q, head_dim_v, heads_q, batch),
+            (out_row_stride, out_head_stride, out_batch_stride),
         )
         if const_expr(not self.spec.fp8):
             # The PV product sees V as its B operand, (head_dim_v, keys).
