@@ -1,0 +1,168 @@
+"""``fa3 accuracy``: what it compares with what, and what it writes."""
+
+import json
+
+import pytest
+import torch
+
+import fa3
+from command_line import empty_store, on_cpu  # noqa: F401
+from fa3.cli import accuracy, peers
+from fa3.cli.main import main
+from fa3.numerics.fp8_error import CHOICES, rmse
+from fa3.quantization import rope_rows
+
+CPU = torch.device("cpu")
+
+
+def case(data="paper", head_dim=64, seqlen=200, heads=2, queries=32, seed=3):
+    return accuracy.Case(data, head_dim, seqlen, heads, queries, seed)
+
+
+class TestTheCommand:
+    @on_cpu
+    def test_without_a_gpu_it_writes_a_result_file_with_the_emulation(self, tmp_path, capsys):
+        file = tmp_path / "results" / "accuracy.json"
+        arguments = ["accuracy", "--data", "paper,key-channels-rope", "--head-dims", "64", "--seqlens", "128,256"]
+        assert main([*arguments, "--heads", "1", "--queries", "64", "--seed", "5", "--json", str(file)]) == 0
+        written = json.loads(file.read_text())
+        assert {"gpu", "driver", "torch", "cutlass", "fa3", "commit", "date", "command"} <= set(written)
+        assert (written["kind"], written["seed"], written["gpu"]) == ("accuracy", 5, None)
+        assert len(written["rows"]) == 2 * 2 * (1 + len(CHOICES))
+        assert {row["impl"] for row in written["rows"]} == {"eager", "exact sums"}
+        assert all(0 < row["rmse"] < 0.1 for row in written["rows"])
+        out = capsys.readouterr().out
+        assert "CPU, paper, head dim 64" in out
+        assert "exact sums e4m3, block, incoherent" in out
+        assert "seed 5 of data, queries and signs" in out
+        assert "not measured: official: needs a GPU" in out
+
+    @on_cpu
+    def test_after_the_time_limit_no_case_begins_and_the_file_says_so(self, tmp_path):
+        file = tmp_path / "accuracy.json"
+        assert main(["accuracy", "--limit", "-1", "--json", str(file)]) == 1
+        written = json.loads(file.read_text())
+        assert written["rows"] == []
+        assert written["notes"][-1] == "stopped after -1 s: 20 cases not measured"
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (["--data", "papers"], "--data 'papers': allowed are paper, channels, channels-rope"),
+            (["--head-dims", "72"], "--head-dims 72: allowed are the multiples of 16 up to 256"),
+            (["--head-dims", "272"], "--head-dims 272"),
+            (["--seqlens", "1k"], "--seqlens '1k': expected positive integers"),
+            (["--heads", "0"], "--heads 0: must be at least 1"),
+            (["--queries", "0"], "--queries 0: must be at least 1"),
+            (["--seed", "-1"], "--seed -1: must be from 0"),
+            (["--json", "/"], "--json /: a folder"),
+        ],
+    )
+    def test_bad_arguments_are_named(self, arguments, words, capsys):
+        assert main(["accuracy", *arguments]) == 2
+        assert words in capsys.readouterr().err
+
+    def test_on_a_gpu_the_paper_has_all_lengths_and_comes_first(self):
+        args = accuracy_args()
+        cases = accuracy.choose_cases(args, on_gpu=True)
+        assert [one.seqlen for one in cases[:8]] == [1024 << i for i in range(8)]
+        assert {one.data for one in cases[:24]} == {"paper"}
+        assert {(one.data, one.head_dim) for one in cases} == {(d, n) for d in accuracy.DATA for n in (64, 128, 256)}
+        assert accuracy.choose_cases(accuracy_args("--seqlens", "512"), on_gpu=True)[0].seqlen == 512
+
+
+def accuracy_args(*arguments):
+    from fa3.cli.main import parser
+
+    return parser().parse_args(["accuracy", *arguments])
+
+
+class TestACase:
+    @pytest.mark.parametrize("data", list(accuracy.DATA))
+    def test_the_reference_is_float64_attention_of_some_queries(self, data):
+        problem = accuracy.Problem(case(data), CPU)
+        q, k, v = problem.q.double(), problem.k.double(), problem.v.double()
+        if data.endswith("rope"):
+            rope = accuracy.rope_tables(200, 64, CPU)
+            q, k = rope_rows(q, rope), rope_rows(k, rope)
+        expected = fa3.reference(q, k, v)[0]
+        torch.testing.assert_close(problem.expected, expected[:, problem.queries])
+        assert problem.error(expected) < 1e-12
+        assert problem.error(expected[:, problem.queries] + 0.5) == pytest.approx(0.5)
+        assert problem.queries.unique().numel() == 32
+
+    def test_fewer_rows_than_queries_are_all_compared(self):
+        problem = accuracy.Problem(case(seqlen=20), CPU)
+        assert problem.queries.tolist() == list(range(20))
+
+    @pytest.mark.parametrize("choice", CHOICES)
+    def test_heads_are_emulated_one_by_one_as_they_are_together(self, choice):
+        problem = accuracy.Problem(case("channels-rope"), CPU)
+        x = problem.quantized(choice)
+        together = accuracy.emulate(x)[:, problem.queries]
+        assert problem.exact_sums(x) == pytest.approx(rmse(together, problem.expected), rel=1e-9)
+        assert (x.seed is not None) == choice.endswith("incoherent")
+
+    def test_eager_attention_rounds_to_16_bits_and_is_near_the_reference(self):
+        problem = accuracy.Problem(case(), CPU)
+        out = accuracy.eager(*problem.rounded(torch.float16))
+        assert out.dtype is torch.float16
+        assert 1e-5 < problem.error(out) < 5e-4
+
+    def test_rotary_angles_turn_by_their_position(self):
+        cos, sin = accuracy.rope_tables(5, 8, CPU)
+        assert cos.shape == sin.shape == (5, 4)
+        torch.testing.assert_close(cos[3], torch.tensor([3.0, 0.3, 0.03, 0.003]).cos())
+        torch.testing.assert_close(sin[3], torch.tensor([3.0, 0.3, 0.03, 0.003]).sin())
+
+
+class TestKernels:
+    """Lines of a GPU, whose functions run on the CPU as well."""
+
+    @pytest.fixture
+    def rows(self, monkeypatch):
+        """Rows of a case as on a GPU, with an official kernel that answers as fa3 does, but for 256 columns."""
+
+        def official(q, k, v, q_descale, k_descale, v_descale):
+            if q.shape[3] == 256:
+                raise RuntimeError("no such kernel\nmore words")
+            return fa3.flash_attn_func(
+                q, k, v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
+            ), torch.zeros(1)
+
+        def measure(one):
+            measured = accuracy.Measured([])
+            accuracy.measure(one, CPU, official, measured, kernels=True)
+            return measured
+
+        return measure
+
+    def test_every_kernel_is_compared_with_the_emulation_of_its_own_tensors(self, rows):
+        measured = rows(case("channels"))
+        assert measured.failed == {}
+        found = {accuracy.label_of(row): row for row in measured.rows}
+        assert len(found) == len(measured.rows) == 3 + 3 * len(CHOICES) + 2
+        for choice in CHOICES:
+            exact_sums = found[f"exact sums e4m3, {choice}"]["rmse"]
+            for level in ("one level", "two levels"):
+                row = found[f"fa3 e4m3, {choice}, {level}"]
+                assert row["to_exact_sums"] == pytest.approx(row["rmse"] / exact_sums, rel=2e-3)
+                assert 0.7 < row["to_exact_sums"] < 1.3
+        for choice in ("tensor", "tensor, incoherent"):
+            assert found[f"official e4m3, {choice}"]["rmse"] == found[f"fa3 e4m3, {choice}, one level"]["rmse"]
+        assert found["fa3 fp16"]["rmse"] < found["fa3 bf16"]["rmse"] < found["fa3 e4m3, tensor, one level"]["rmse"]
+
+    def test_what_fails_is_noted_and_the_others_are_measured(self, rows):
+        measured = rows(case(head_dim=256, seqlen=64))
+        assert measured.failed == {
+            f"official e4m3, {choice}: RuntimeError: no such kernel": ["paper 256-64"]
+            for choice in ("tensor", "tensor, incoherent")
+        }
+        assert len(measured.rows) == 3 + 3 * len(CHOICES)
+
+
+def test_the_official_function_is_that_of_the_package_that_is_found(monkeypatch):
+    monkeypatch.setattr(peers, "OFFICIAL", (("no_such_module", "none"), ("fa3", "fa3")))
+    assert peers.official_function() is fa3.flash_attn_func
+    monkeypatch.setattr(peers, "OFFICIAL", (("no_such_module", "none"),))
+    assert peers.official_function() is None
