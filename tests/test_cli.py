@@ -269,6 +269,45 @@ class TestExplain:
         assert explain.problem_of(explain_arguments("--shape", "2,24,4,32")).pack_gqa is None
         assert explain.problem_of(explain_arguments("--shape", "2,24,4,32", "--no-pack-gqa")).pack_gqa is False
 
+    def test_of_e4m3_it_says_how_scales_and_v_come_and_counts_twice_the_rate_of_tensor_cores(self, capsys):
+        arguments = ["--shape", "2,8192,8,128", "--dtype", "e4m3", "--scale-blocks", "64,128", "--v-transposed"]
+        arguments += ["--no-two-level", "--out-dtype", "fp16"]
+        problem = explain.problem_of(explain_arguments(*arguments))
+        assert (problem.q_block, problem.k_block, problem.v_transposed) == (64, 128, True)
+        assert (problem.two_level, problem.out_dtype) == (False, "fp16")
+        assert main(["explain", *arguments]) == 0
+        out = capsys.readouterr().out
+        assert "V^T  (2, 8, 128, 8192)" in out
+        assert "scales: of 64 rows of q, of 128 of k and v" in out
+        assert "out  fp16" in out
+        assert "packed heads: no" in out
+        assert "(8-bit)" in out
+        said = self.said(capsys, *arguments)
+        wide = self.said(capsys, "--shape", "2,8192,8,128")
+        assert said["roofline"]["tensor_us"] == wide["roofline"]["tensor_us"] / 2
+        assert said["plan"]["spec"]["key_block"] == 128
+
+    def test_of_e4m3_plain_arguments_are_a_scale_a_head_and_out_in_bf16(self, capsys):
+        assert main(["explain", "--shape", "2,100,8,128", "--dtype", "e4m3", "--kv-heads", "2", "--pack-gqa"]) == 0
+        out = capsys.readouterr().out
+        assert "scales of q, k and v: one a head" in out
+        assert "out  bf16" in out
+        assert "packed heads: no: kernels of e4m3 pack no heads" in out
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--dtype", "e4m3", "--scale-blocks", "64"], "--scale-blocks '64': expected Q,K"),
+            (["--dtype", "e4m3", "--scale-blocks", "64,32"], "q_block=64, k_block=32: allowed are 64 and 128"),
+            (["--v-transposed"], "go with dtype='e4m3'"),
+            (["--dtype", "e4m3", "--qv"], "qv beside dtype='e4m3'"),
+        ],
+        ids=str,
+    )
+    def test_options_of_e4m3_that_mean_nothing_are_refused(self, capsys, arguments, message):
+        assert main(["explain", "--shape", "1,64,2,64", *arguments]) == 2
+        assert message in capsys.readouterr().err
+
     def test_options_that_were_asked_for_are_lines_of_the_call_and_fields_of_the_spec(self, capsys):
         arguments = ["explain", "--shape", "2,512,8,64", "--sink", "--softcap", "15", "--qv"]
         assert main(arguments) == 0

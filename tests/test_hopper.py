@@ -133,7 +133,9 @@ def test_empty_problems_launch_nothing(kernel):
 
 
 def test_a_problem_without_a_kernel_names_the_way_out(kernel):
-    with pytest.raises(NotImplementedError, match=r"dtype fp32: kernels exist for fp16, bf16; set FA3_BACKEND=tiled"):
+    with pytest.raises(
+        NotImplementedError, match=r"dtype fp32: kernels exist for fp16, bf16, e4m3; set FA3_BACKEND=tiled"
+    ):
         hopper.forward(*tensors(dtype=torch.float32), None, False, False)
     assert not kernel.specs
 

@@ -49,6 +49,14 @@ def test_v_is_transposed(store, rows):
     assert values.shape == (2, 3, 64, 80)
 
 
+@pytest.mark.parametrize("rows", [64, "head"])
+def test_scales_of_v_are_powers_of_two_where_asked_for_and_remembered_apart(store, rows):
+    x = torch.randn(2, 70, 3, 64).half()
+    _, rounded = assert_agrees(x, rows=rows, power_of_two=True)
+    _, plain = assert_agrees(x, rows=rows)
+    assert not torch.equal(rounded, plain)
+
+
 def test_a_rotary_embedding_begins_at_the_first_position(store):
     x = torch.randn(1, 70, 2, 64).bfloat16()
     angle = torch.rand(100, 32)
@@ -93,6 +101,7 @@ def test_nothing_gives_nothing_and_loads_no_kernel(store, rows):
     for shape in ((2, 0, 3, 64), (0, 10, 3, 64), (2, 10, 0, 64)):
         assert_agrees(torch.empty(shape).bfloat16(), rows=rows, rotate=True)
         assert_agrees(torch.empty(shape).bfloat16(), rows=rows, transpose=True)
+        assert_agrees(torch.empty(shape).bfloat16(), rows=rows, power_of_two=True)
     assert store.specs == []
 
 

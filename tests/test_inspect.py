@@ -207,6 +207,21 @@ def test_kernels_of_every_option_promise_the_same(changes: dict[str, object]) ->
         assert len(check(spec, dataclasses.replace(KEPT, **change))) == 1  # type: ignore[arg-type]
 
 
+def test_e4m3_may_keep_a_few_addresses_in_memory_around_the_main_loop_but_none_in_it() -> None:
+    spec = dataclasses.replace(SPEC, dtype="e4m3", out_dtype="bf16", tile_n=32)
+    kept = dataclasses.replace(KEPT, stack=64, spills=9, spills_in_loops=[0, 0], overlap=[8, 8])
+    assert check(spec, kept) == []
+    for change, sentence in (
+        ({"stack": 72}, "stack 72 and local memory 0 bytes: at most 64 and 0"),
+        ({"local": 8}, "local memory 8"),
+        ({"spills_in_loops": [0, 1]}, "[0, 1] spill"),
+        ({"overlap": [8, 3]}, "expected 8"),
+        ({"utmaldg": 0}, "no UTMALDG"),
+    ):
+        (broken,) = check(spec, dataclasses.replace(kept, **change))  # type: ignore[arg-type]
+        assert sentence in broken
+
+
 BACKWARD = BackwardSpec("bf16", 128, 128, "causal", tile_m=64, tile_n=128, stages=2, stages_dout=2)
 BACKWARD_KEPT = dataclasses.replace(
     KEPT, hgmma=64, waits=6, overlap=[0], under=[32], bulk_reductions=1, spills_in_loops=[0]

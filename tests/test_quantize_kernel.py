@@ -132,6 +132,22 @@ def test_v_in_rows_and_transposed_is_that_of_the_definition(head_dim, rows, dtyp
         agree(found, expected)
 
 
+@pytest.mark.parametrize("transpose", [False, True], ids=["rows", "transposed"])
+def test_scales_that_are_powers_of_two_are_those_of_the_definition(transpose):
+    spec = QuantizeSpec("bf16", 64, 64, transpose=transpose, power_of_two=True)
+    x = strided(1, 64 * 9, 1, 64, torch.bfloat16)
+    # Zeros; a power of two times 448, the next number and the one before; the largest numbers there are, and tiny ones.
+    for block, largest in enumerate((0.0, 448.0, 450.0, 446.0, 1.75, 2.0**-41, 1e-38, 3e38, torch.inf)):
+        rows = x[:, 64 * block : 64 * block + 64]
+        rows *= 1e-3 * min(largest, 448.0)
+        rows[0, 7, 0, 5] = -largest
+    found, scale, _ = on_host(x, spec)
+    expected, expected_scale = quantization.quantize_tensor(x, rows=64, transpose=transpose, power_of_two=True)
+    agree(scale, expected_scale)
+    agree(found, expected)
+    assert (torch.frexp(scale).mantissa == 0.5).all()
+
+
 @pytest.mark.parametrize(
     ("head_dim", "rope", "interleaved"),
     [
@@ -196,7 +212,8 @@ def test_tiny_and_huge_values_are_those_of_the_definition(size):
     [
         QuantizeSpec("bf16", 128, rotate=True),
         QuantizeSpec("bf16", 256, rotate=True, rope="fp32", ahead=True),
-        QuantizeSpec("bf16", 128, transpose=True),
+        QuantizeSpec("bf16", 128, transpose=True, power_of_two=True),
+        QuantizeSpec("bf16", 256, ahead=True, power_of_two=True),
     ],
     ids=lambda spec: spec.name,
 )

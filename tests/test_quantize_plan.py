@@ -46,6 +46,11 @@ def test_a_scale_of_a_whole_head_takes_two_passes():
     assert (planned.amax.transpose, planned.spec.transpose) == (False, True)
 
 
+def test_of_two_passes_the_one_that_makes_scales_rounds_them_up():
+    planned = plan_quantize(**{**CALL, "rows": "head", "rotate": False}, power_of_two=True)
+    assert (planned.amax.power_of_two, planned.spec.power_of_two) == (False, True)
+
+
 def test_more_rows_or_sequences_than_a_grid_has_are_refused_by_name():
     plan_quantize(**{**CALL, "seqlen": 128 * MAX_ROW_BLOCKS, "batch": MAX_BATCH})
     with pytest.raises(ValueError, match="seqlen=8388481: at most 8388480"):
@@ -56,21 +61,24 @@ def test_more_rows_or_sequences_than_a_grid_has_are_refused_by_name():
 
 def test_few_kernels_ship_and_a_plan_finds_them():
     specs = list(quantize_specs())
-    assert len(specs) == len(set(specs)) <= 36
+    assert len(specs) == len(set(specs)) <= 48
     for spec in specs:
         spec.validate()
     for head_dim in (64, 96, 128, 192, 256):
         of_q, of_k = default_block(head_dim)
+        # Scales of blocks of V are powers of two.
+        of_v: dict[str, Any] = {"power_of_two": True}
         for rows, change in (
             *(
                 (rows, change)
                 for rows in (of_q, of_k)
                 for change in ({"rotate": True}, {"rotate": True, "rope": "fp32"})
             ),
-            *((of_k, change) for change in ({}, {"transpose": True})),
+            *((of_k, change) for change in (of_v, of_v | {"transpose": True})),
         ):
             call = {**CALL, "rotate": False, "head_dim": head_dim, "rows": rows, **change}
             assert plan_quantize(**call).spec in specs
     for head_dim in (64, 128, 256):
-        planned = plan_quantize(**{**CALL, "head_dim": head_dim, "rows": "head"})
-        assert {planned.spec, planned.amax} <= set(specs)
+        for change in ({}, {"rotate": False}, {"rotate": False, "transpose": True}):
+            planned = plan_quantize(**{**CALL, "head_dim": head_dim, "rows": "head", **change})
+            assert {planned.spec, planned.amax} <= set(specs)

@@ -28,6 +28,7 @@ def test_its_name_tells_it_apart_by_every_field():
         "transpose": True,
         "scales": "given",
         "ahead": True,
+        "power_of_two": True,
     }
     assert set(others) == {field.name for field in dataclasses.fields(QuantizeSpec)}
     names = {SPEC.name, *(replace(SPEC, **{field: value}).name for field, value in others.items())}
@@ -65,6 +66,7 @@ def test_whole_warps_share_a_block_and_no_more_than_a_block_can_have(transpose):
         ({"transpose": True, "rotate": True}, "transpose=True: V is neither rotated"),
         ({"transpose": True, "rope": "same"}, "transpose=True: V is neither rotated"),
         ({"transpose": True, "scales": "amax"}, "transpose=True with scales='amax'"),
+        ({"power_of_two": True, "scales": "amax"}, "power_of_two=True with scales='amax'"),
         ({"transpose": True, "ahead": True}, "transpose=True with ahead=True"),
     ],
 )

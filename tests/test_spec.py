@@ -37,6 +37,9 @@ SPEC = ForwardSpec(
 )
 
 
+FP8_SPEC = replace(SPEC, dtype="e4m3", out_dtype="bf16", rescale_threshold=0.8)
+
+
 def spec_of_tiles(head_dim: int, tile_m: int, tile_n: int, stages: int) -> ForwardSpec:
     return replace(SPEC, head_dim=head_dim, head_dim_v=head_dim, tile_m=tile_m, tile_n=tile_n, stages=stages)
 
@@ -93,6 +96,33 @@ BLOCKS = {"mask": "blocks", "mask_mod": "m:f"}
 def test_fields_that_do_not_go_together_are_refused_with_their_names_and_values(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         replace(SPEC, **changes).validate()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"out_dtype": ""}, "out_dtype='': allowed beside e4m3 are fp16, bf16"),
+        ({"tile_n": 80}, "tile_n=80: beside e4m3 must be a multiple of 32"),
+        ({"pack_gqa": True}, "pack_gqa=True, qv=False: go with no e4m3"),
+        ({"qv": True}, "pack_gqa=False, qv=True: go with no e4m3"),
+        ({"transpose_stages": 9}, "transpose_stages=9: allowed are 0 to 8"),
+        ({"transpose_stages": 2, "warp_specialized": False}, "the producer's warps transpose"),
+        ({"key_block": 64}, "key_block=64: must be a multiple of tile_n=128, or 0"),
+        ({"promote": -1}, "promote=-1: allowed are 0 and up"),
+        ({"head_dim": 64, "head_dim_v": 256}, "head_dim=64, head_dim_v=256: the tile classes are"),
+    ],
+)
+def test_fields_of_e4m3_that_no_kernel_has_are_refused_with_their_names_and_values(changes, message):
+    FP8_SPEC.validate()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace(FP8_SPEC, **changes).validate()
+
+
+@pytest.mark.parametrize("change", [{"key_block": 128}, {"transpose_stages": 2}, {"promote": 4}, {"out_dtype": "bf16"}])
+def test_16_bit_kernels_have_no_fields_of_e4m3(change):
+    (field,) = change
+    with pytest.raises(ValueError, match=f"{field}=.*: goes with dtype 'e4m3' alone"):
+        replace(SPEC, **change).validate()
 
 
 def test_tiles_too_large_for_shared_memory_are_refused_with_the_bytes_needed_and_allowed():
@@ -154,9 +184,12 @@ def test_the_name_tells_specs_apart_by_every_field():
         "score_aux": "f1",
         "mask_aux": "f1",
     }
-    assert set(others) == {field.name for field in dataclasses.fields(ForwardSpec)}
+    of_e4m3 = {"out_dtype": "fp16", "key_block": 128, "transpose_stages": 2, "promote": 4}
+    assert {*others, *of_e4m3} == {field.name for field in dataclasses.fields(ForwardSpec)}
     names = {modified.name, SPEC.name, *(replace(modified, **{field: value}).name for field, value in others.items())}
     assert len(names) == 2 + len(others)
+    names = {FP8_SPEC.name, *(replace(FP8_SPEC, **{field: value}).name for field, value in of_e4m3.items())}
+    assert len(names) == 1 + len(of_e4m3)
 
 
 def test_the_name_of_a_plain_spec_says_its_dims_mask_tiles_and_switches():

@@ -6,12 +6,25 @@ Pure Python and pure arithmetic: nothing here touches a GPU, torch or the compil
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fa3.fp8_tiles import FP8_SMALL, FP8_TILES, can_add, fp8_rows
 from fa3.problem import Problem
-from fa3.spec import BLOCK, ELEMENT_BYTES, INPUT_BYTES, TILE_CLASSES, WGMMA_ROWS, ForwardSpec, QueryGradientSpec
+from fa3.spec import (
+    BLOCK,
+    ELEMENT_BYTES,
+    FP8,
+    FP8_CLASSES,
+    INPUT_BYTES,
+    OUT_BYTES,
+    TILE_CLASSES,
+    WGMMA_ROWS,
+    ForwardSpec,
+    QueryGradientSpec,
+)
 from fa3.tiles import MODIFIED, PACKED, QV, SMALL, TILES, TileChoice
 
 
@@ -43,6 +56,13 @@ H200 = DeviceFacts(name="NVIDIA H200", sm_count=132, l2_bytes=60 * 2**20)
 #: Log2 units by which a score may exceed the softmax reference: probabilities reach 256 at most, which costs
 #: fp16 and bf16 no accuracy, and after the first key tile hardly a tile moves the reference.
 RESCALE_THRESHOLD = 8.0
+
+#: The same of e4m3, whose largest number is 448: a probability of 1 is 256 there, and may grow by 2**0.8.
+FP8_RESCALE_THRESHOLD = 0.8
+
+#: Keys from which on partial outputs of e4m3 are added in float32, unless the call says: of fewer the tensor core's
+#: sums lose less than the rounding of the probabilities.
+TWO_LEVEL_KEYS = 4096
 
 
 #: Below so many rounds of the usual tiles a grid is small: its time is a few whole rounds, and smaller tiles or
@@ -111,8 +131,8 @@ MAX_COLUMNS = 256
 
 def why_not(problem: Problem) -> str | None:
     """Why no kernel exists for this problem, or ``None`` when one does."""
-    if problem.dtype not in ELEMENT_BYTES:
-        return f"dtype {problem.dtype}: kernels exist for {', '.join(ELEMENT_BYTES)}"
+    if problem.dtype not in INPUT_BYTES:
+        return f"dtype {problem.dtype}: kernels exist for {', '.join(INPUT_BYTES)}"
     if problem.qv and problem.head_dim_v > MAX_COLUMNS:
         return f"qv beside head_dim_v={problem.head_dim_v}: kernels with qv exist up to {MAX_COLUMNS}"
     if problem.qv and problem.block_sparse and BLOCK % usual_tiles(problem).tile_n:
@@ -126,6 +146,23 @@ def tile_class(head_dim: int, head_dim_v: int, classes: tuple[tuple[int, int], .
     """The tile class with the least work that holds the head dims; of a wide v, one part of its columns."""
     head_dim_v = min(head_dim_v, MAX_COLUMNS)
     return min((c for c in classes if c[0] >= head_dim and c[1] >= head_dim_v), key=sum)
+
+
+def class_of(problem: Problem) -> tuple[int, int]:
+    """The tile class of a problem, among those of its dtype."""
+    return tile_class(problem.head_dim, problem.head_dim_v, FP8_CLASSES if problem.dtype == FP8 else TILE_CLASSES)
+
+
+def adds_in_float32(problem: Problem) -> bool:
+    """Whether partial outputs of e4m3 are to be added in float32."""
+    if problem.dtype != FP8 or problem.two_level is False or not can_add(class_of(problem)):
+        return False
+    return problem.two_level is True or problem.seqlen_k > TWO_LEVEL_KEYS
+
+
+def tensor_flops_per_clock(device: DeviceFacts, dtype: str) -> int:
+    """Dense FLOPs per clock and multiprocessor: of e4m3 twice those of 16 bits."""
+    return device.tensor_flops_per_clock * (2 if dtype == FP8 else 1)
 
 
 def plan(problem: Problem, device: DeviceFacts) -> Plan:
@@ -144,7 +181,9 @@ def plan(problem: Problem, device: DeviceFacts) -> Plan:
     reasons = (
         f"tiles of {choice.tile_m} queries x {choice.tile_n} keys in {choice.stages} stages: {choice.reason}",
         *([f"the {problem.group_size} query heads of a K/V head share tiles: fewer tiles"] if packed else []),
-        f"softmax references move only for probabilities over 2**{RESCALE_THRESHOLD:g}: the output is hardly rescaled",
+        *_fp8_reasons(problem, spec),
+        f"softmax references move only for probabilities over 2**{spec.rescale_threshold:g}: the output is hardly "
+        "rescaled",
         f"{order.tiles} tiles for {order.blocks} persistent blocks on {multiprocessors} multiprocessors: "
         f"{order.tiles / multiprocessors:.2f} rounds",
         order.reason,
@@ -152,9 +191,27 @@ def plan(problem: Problem, device: DeviceFacts) -> Plan:
     return Plan(spec, order, reasons, flops(problem), bytes_moved(problem))
 
 
+def _fp8_reasons(problem: Problem, spec: ForwardSpec) -> Iterator[str]:
+    """What is said of e4m3 alone."""
+    if not spec.fp8:
+        return
+    if spec.transpose_stages:
+        yield f"v comes in rows: spare warps of the producer transpose it, {spec.transpose_stages} tiles ahead"
+    else:
+        yield "v comes transposed: tensor cores take it as it is"
+    asked = "as asked" if problem.two_level is not None else f"{problem.seqlen_k} keys"
+    if spec.promote:
+        yield f"partial outputs are added in float32 every {spec.promote} key tiles, {asked}"
+    elif problem.two_level or (problem.two_level is None and problem.seqlen_k > TWO_LEVEL_KEYS):
+        columns = f"({spec.head_dim}, {spec.head_dim_v})"
+        yield f"tensor cores add outputs, {asked}, though: tile class {columns} has no registers for float32 sums"
+    else:
+        yield f"tensor cores add outputs, with 14 bits or so, {asked}"
+
+
 def computes(spec: ForwardSpec, problem: Problem) -> bool:
     """Whether the kernel of a spec computes a problem, however well it suits it."""
-    kind = tile_class(problem.head_dim, problem.head_dim_v)
+    kind = class_of(problem)
     masks = {problem.mask} if problem.block_sparse else {problem.mask, "window"}
     if problem.causal and problem.mask == "full":
         masks.add("causal")  # a single query
@@ -167,6 +224,10 @@ def computes(spec: ForwardSpec, problem: Problem) -> bool:
         and not (spec.pack_gqa and problem.seqlen_q * problem.group_size > MAX_PACKED_ROWS)
         and (spec.score_mod, spec.score_aux) == (problem.score_mod, ",".join(problem.score_aux))
         and (spec.mask_mod, spec.mask_aux) == (problem.mask_mod, ",".join(problem.mask_aux))
+        and (spec.out_dtype, spec.key_block) == (problem.out_dtype, problem.k_block)
+        and not (spec.fp8 and problem.v_transposed == bool(spec.transpose_stages))
+        and not (problem.two_level is False and spec.promote)
+        and not (problem.two_level and can_add(kind) and not spec.promote)
     )
 
 
@@ -177,14 +238,16 @@ def available(problem: Problem, device: DeviceFacts) -> int:
 
 def kernel_of(problem: Problem, device: DeviceFacts) -> tuple[TileChoice, ForwardSpec]:
     """The tiles for a problem, and the kernel."""
-    kind = tile_class(problem.head_dim, problem.head_dim_v)
-    features: dict[str, bool | str] = {
+    kind = class_of(problem)
+    features: dict[str, bool | str | int] = {
         "softcap": problem.softcap > 0.0,
         "qv": problem.qv,
         "score_mod": problem.score_mod,
         "mask_mod": problem.mask_mod,
         "score_aux": ",".join(problem.score_aux),
         "mask_aux": ",".join(problem.mask_aux),
+        "out_dtype": problem.out_dtype,
+        "key_block": problem.k_block,
     }
 
     def spec(choice: TileChoice, packed: bool = False) -> ForwardSpec:
@@ -197,12 +260,14 @@ def kernel_of(problem: Problem, device: DeviceFacts) -> tuple[TileChoice, Forwar
         problem.group_size > 1
         and not modified
         and not problem.qv
+        and problem.dtype != FP8
         and problem.seqlen_q * problem.group_size <= MAX_PACKED_ROWS
     )
     if problem.pack_gqa and may_pack:
         candidates = [(choice, spec(choice, True)) for choice in PACKED[kind]]
     elif tile_count(problem, candidates[0][1]) < SMALL_GRID * available(problem, device):
-        others = [(choice, spec(choice)) for choice in SMALL[kind]]
+        small = SMALL[kind] if problem.dtype != FP8 else small_fp8_tiles(problem)
+        others = [(choice, spec(choice)) for choice in small]
         if problem.pack_gqa is None and may_pack:
             others += [(choice, spec(choice, True)) for choice in PACKED[kind]]
         # Only kernels that everybody has: nobody waits for a compilation to gain some microseconds.
@@ -213,12 +278,24 @@ def kernel_of(problem: Problem, device: DeviceFacts) -> tuple[TileChoice, Forwar
 
 @functools.cache
 def _everybodys() -> frozenset[ForwardSpec]:
-    return frozenset(forward_specs())
+    return frozenset((*forward_specs(), *fp8_specs()))
+
+
+def small_fp8_tiles(problem: Problem) -> tuple[TileChoice, ...]:
+    """The tiles to try for an e4m3 problem that does not fill the card, beside its usual ones."""
+    choice = FP8_SMALL[class_of(problem)][problem.v_transposed]
+    fits = problem.k_block % choice.tile_n == 0 and not adds_in_float32(problem)
+    return (choice,) if fits and problem.mask != "blocks" else ()
 
 
 def usual_tiles(problem: Problem) -> TileChoice:
     """The tiles of a problem that fills the card."""
-    kind = tile_class(problem.head_dim, problem.head_dim_v)
+    kind = class_of(problem)
+    if problem.dtype == FP8:
+        modified = bool(problem.score_mod or problem.mask_mod or problem.softcap)
+        add = adds_in_float32(problem)
+        rows = fp8_rows(kind, problem.mask, modified, problem.k_block, problem.v_transposed, add)
+        return next(choice for limit, choice in rows if problem.seqlen_k <= limit)
     if problem.qv:
         return QV[kind]
     if problem.score_mod or problem.mask_mod or problem.softcap:
@@ -245,10 +322,15 @@ def _time(problem: Problem, device: DeviceFacts, choice: TileChoice, spec: Forwa
 
 
 def make_spec(
-    dtype: str, head_dims: int | tuple[int, int], mask: str, choice: TileChoice, **features: bool | str
+    dtype: str, head_dims: int | tuple[int, int], mask: str, choice: TileChoice, **features: bool | str | int
 ) -> ForwardSpec:
-    """Spec with the full schedule; ``features`` are the fields of `ForwardSpec` after the schedule."""
+    """Spec with the full schedule; ``features`` are the fields of `ForwardSpec` after the schedule.
+
+    Out of e4m3 is bf16, unless they say.
+    """
     head_dim, head_dim_v = head_dims if isinstance(head_dims, tuple) else (head_dims, head_dims)
+    if dtype == FP8:
+        features = {"out_dtype": "bf16", **features}
     return ForwardSpec(
         dtype=dtype,
         head_dim=head_dim,
@@ -261,7 +343,9 @@ def make_spec(
         # Under a window the warpgroups begin and end one after the other, and turns would hold them together.
         pingpong=choice.tile_m > WGMMA_ROWS and mask != "window",
         overlap=True,
-        rescale_threshold=RESCALE_THRESHOLD,
+        rescale_threshold=FP8_RESCALE_THRESHOLD if dtype == FP8 else RESCALE_THRESHOLD,
+        transpose_stages=choice.transpose_stages,
+        promote=choice.promote,
         **features,  # type: ignore[arg-type]
     )
 
@@ -285,7 +369,7 @@ def order_of(problem: Problem, spec: ForwardSpec | QueryGradientSpec, device: De
         return Order(group, levels, tiles, blocks, f"{_heads(group)} at a time, K and V in L2")
     head_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * INPUT_BYTES[spec.dtype])
     section = min(group * max(1, int(L2_SHARE * device.l2_bytes) // head_bytes), heads)
-    peak = device.sm_count * device.tensor_flops_per_clock * device.boost_clock_hz
+    peak = device.sm_count * tensor_flops_per_clock(device, problem.dtype) * device.boost_clock_hz
     compute_seconds = flops(problem) / (EXPECTED_UTILIZATION * peak)
     read_seconds = max(1, heads // max(group, 1)) * head_bytes / device.memory_bytes_per_second
     share = next(part for limit, part in READ_SHARES if problem.seqlen_k <= limit)
@@ -345,12 +429,14 @@ def _clamped_sum(start: int, count: int, limit: int) -> int:
 
 
 def bytes_moved(problem: Problem) -> int:
-    """Bytes of q, k, v, qv, out and LSE, each once."""
-    element = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}[problem.dtype]
-    q_and_out = problem.heads_q * problem.seqlen_q * (problem.head_dim + problem.head_dim_v * (1 + problem.qv))
+    """Bytes of q, k, v, qv, out and LSE, each once; scales of e4m3, some thousandths of it, do not count."""
+    element = {FP8: 1, "fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}[problem.dtype]
+    out_element = OUT_BYTES if problem.dtype == FP8 else element
+    q_and_qv = problem.heads_q * problem.seqlen_q * (problem.head_dim + problem.head_dim_v * problem.qv)
     k_and_v = problem.heads_kv * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    out = problem.heads_q * problem.seqlen_q * problem.head_dim_v
     lse = 4 * problem.heads_q * problem.seqlen_q if problem.return_lse else 0
-    return problem.batch * (element * (q_and_out + k_and_v) + lse)
+    return problem.batch * (element * (q_and_qv + k_and_v) + out_element * out + lse)
 
 
 # Kernels that everybody has ------------------------------------------------------------------------
@@ -370,3 +456,30 @@ def forward_specs() -> Iterator[ForwardSpec]:
                     yield make_spec(dtype, kind, mask, choice)
                 for choice in PACKED[kind] if kind in _COMMON else ():
                     yield make_spec(dtype, kind, mask, choice, pack_gqa=True)
+
+
+#: Head dims of which e4m3 kernels are shipped for V^T, blocks and windows too.
+_FP8_COMMON = ((64, 64), (128, 128), (256, 256))
+
+
+def fp8_specs() -> Iterator[ForwardSpec]:
+    """The shipped kernels of e4m3; others, with out in fp16 for example, are compiled when first asked for.
+
+    At the usual head dims full and causal: v in rows and V^T with a scale a head, V^T with one for every 128 keys, each
+    with partial outputs added in float32 too, and smaller tiles for few. Windows at 64 and 128. At other head dims v in
+    rows with a scale a head.
+    """
+    for kind in FP8_CLASSES:
+        common = kind in _FP8_COMMON
+        # (whether v is transposed, keys of a block)
+        layouts = ((False, 0), (True, 0), (True, 128)) if common else ((False, 0),)
+        for mask, (transposed, key_block) in itertools.product(("full", "causal"), layouts):
+            for add in (False, True) if common and can_add(kind) else (False,):
+                for _, choice in fp8_rows(kind, mask, False, key_block, transposed, add):
+                    yield make_spec(FP8, kind, mask, choice, key_block=key_block)
+            small = FP8_SMALL[kind][transposed]
+            if common and key_block % small.tile_n == 0:
+                yield make_spec(FP8, kind, mask, small, key_block=key_block)
+        for transposed in (False, True) if kind in _COMMON else ():
+            for _, choice in FP8_TILES[kind]["window"][transposed]:
+                yield make_spec(FP8, kind, "window", choice)

@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from fa3.backward_plan import backward_specs, plan_backward
-from fa3.plan import H200, forward_specs, make_spec
+from fa3.plan import H200, forward_specs, fp8_specs, make_spec
 from fa3.problem import Problem
+from fa3.quantize_plan import quantize_specs
 from fa3.spec import BACKWARD_CLASSES, ForwardSpec, KernelSpec
 from fa3.tiles import CANDIDATES, MODIFIED, QV, TILES, TileChoice
 
-PRESETS = ("smoke", "forward", "backward", "training", "features", "schedule", "all", "tests", "sweep")
+PRESETS = ("smoke", "forward", "backward", "training", "features", "schedule", "fp8", "all", "tests", "sweep")
 
 
 def shipped_specs(preset: str) -> tuple[KernelSpec, ...]:
@@ -25,8 +26,9 @@ def shipped_specs(preset: str) -> tuple[KernelSpec, ...]:
     ``smoke``: one kernel. ``forward``: all that `fa3.plan.plan` can choose for plain calls and windows. ``backward``:
     all that `fa3.backward_plan.plan_backward` can choose for their gradients. ``training``: both. ``features``: caps,
     modifications, block masks and qv at the usual head dims. ``schedule``: combinations of the forward schedule's
-    switches, for tests and the ablation. ``all``: all of these, which are the shipped ones. ``tests``: those, and what
-    the GPU tests ask for beyond them. ``sweep``: what the sweep of the tile tables tries.
+    switches, for tests and the ablation. ``fp8``: attention in e4m3, and quantization. ``all``: all of these, which are
+    the shipped ones. ``tests``: those, and what the GPU tests ask for beyond them. ``sweep``: what the sweep of the
+    tile tables tries.
 
     Raises:
         ValueError: unknown preset.
@@ -137,6 +139,8 @@ def _sweep() -> Iterator[ForwardSpec]:
             yield make_spec("bf16", kind, mask, choice)
 
 
+_SHIPPED = (forward_specs, _features, _schedules, backward_specs, fp8_specs, quantize_specs)
+
 #: Preset -> the sets that it is made of.
 _SETS = {
     "forward": (forward_specs,),
@@ -144,7 +148,8 @@ _SETS = {
     "training": (forward_specs, backward_specs),
     "features": (_features,),
     "schedule": (_schedules,),
-    "all": (forward_specs, _features, _schedules, backward_specs),
-    "tests": (forward_specs, _features, _schedules, backward_specs, _more_features, _features_of_gradients),
+    "fp8": (fp8_specs, quantize_specs),
+    "all": _SHIPPED,
+    "tests": (*_SHIPPED, _more_features, _features_of_gradients),
     "sweep": (_sweep,),
 }

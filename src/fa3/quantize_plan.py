@@ -57,11 +57,12 @@ def plan_quantize(
     interleaved: bool,
     transpose: bool,
     facts: DeviceFacts,
+    power_of_two: bool = False,
 ) -> QuantizePlan:
     """Choose kernels for one tensor.
 
     Args:
-        dtype, head_dim, rotate, rope, interleaved, transpose: as of `fa3.spec.QuantizeSpec`.
+        dtype, head_dim, rotate, rope, interleaved, transpose, power_of_two: as of `fa3.spec.QuantizeSpec`.
         batch, seqlen, heads: of the tensor, none 0.
         rows: rows that share a scale, 64, 96 or 128, or ``"head"`` or ``"tensor"``.
         facts: of the device.
@@ -80,6 +81,7 @@ def plan_quantize(
         transpose=transpose,
         scales="block" if own_scales else "given",
         ahead=loads_ahead(head_dim, rope, transpose),
+        power_of_two=power_of_two,
     )
     spec.validate()
     row_blocks = -(-seqlen // spec.rows)
@@ -93,7 +95,8 @@ def plan_quantize(
         heads_per_block = -(-heads // groups)
     amax = None
     if not own_scales:
-        amax = replace(spec, scales="amax", transpose=False, ahead=loads_ahead(head_dim, rope, False))
+        ahead = loads_ahead(head_dim, rope, False)
+        amax = replace(spec, scales="amax", transpose=False, ahead=ahead, power_of_two=False)
     return QuantizePlan(spec, amax, heads_per_block)
 
 
@@ -109,7 +112,7 @@ def quantize_specs() -> Iterator[QuantizeSpec]:
     """The kernels that ship; others are compiled when first asked for.
 
     A scale for each block of `default_block` of bf16 q and k, rotated, without and with a rotary embedding of halves;
-    of v in rows and transposed; and scales of whole heads, without an embedding.
+    of v in rows and transposed, a power of two; and scales of whole heads, without an embedding.
     """
     for head_dim in HEAD_DIMS:
         of_q, of_k = default_block(head_dim)
@@ -118,13 +121,16 @@ def quantize_specs() -> Iterator[QuantizeSpec]:
             rotated = replace(plain, rows=rows, rotate=True)
             yield rotated
             yield replace(rotated, rope="fp32", ahead=True)
-        yield plain
-        yield replace(plain, transpose=True, ahead=False)
+        yield replace(plain, power_of_two=True)
+        yield replace(plain, transpose=True, ahead=False, power_of_two=True)
     for head_dim in (64, 128, 256):
         rotated = QuantizeSpec("bf16", head_dim, rotate=True, ahead=loads_ahead(head_dim, "", False))
         for scales in ("amax", "given"):
             yield replace(rotated, scales=scales)
+            yield replace(rotated, scales=scales, rotate=False)
+        yield replace(rotated, scales="given", rotate=False, transpose=True, ahead=False)
     yield QuantizeSpec("bf16", 128, rotate=True, rope="same", ahead=True)
     for rows in sorted({*default_block(128)}):
         yield QuantizeSpec("fp16", 128, rows, rotate=True)
-    yield QuantizeSpec("fp16", 128, default_block(128)[1])
+    yield QuantizeSpec("fp16", 128, default_block(128)[1], power_of_two=True)
+    yield QuantizeSpec("fp16", 128, default_block(128)[1], transpose=True, power_of_two=True)

@@ -165,7 +165,11 @@ class ForwardSpec(_Spec):
     @property
     def out_columns(self) -> int:
         """Columns of an out tile that go through shared memory at once: all, or half if only that has room."""
-        return self._own_columns() or self.head_dim_v
+        return self._own_columns() or self._columns_in_place_of_q()
+
+    def _columns_in_place_of_q(self) -> int:
+        # Twice as wide as an element of q, those of FP8's out take its place half by half.
+        return self.head_dim_v // 2 if self.fp8 else self.head_dim_v
 
     @property
     def shared_bytes(self) -> int:
@@ -191,7 +195,7 @@ class ForwardSpec(_Spec):
     @property
     def q_out_bytes(self) -> int:
         """Bytes of the q tiles where out takes their place."""
-        return self.tile_m * max(self.head_dim * INPUT_BYTES[self.dtype], self.head_dim_v * OUT_BYTES)
+        return self.tile_m * max(self.head_dim * INPUT_BYTES[self.dtype], self._columns_in_place_of_q() * OUT_BYTES)
 
     @property
     def name(self) -> str:
@@ -551,6 +555,7 @@ class QuantizeSpec(_Spec):
         scales: ``"block"``: of each block, in one pass; ``"amax"``: only add the block's amax to that of its head;
             ``"given"``: by the amax that such a pass left.
         ahead: the next head's rows are on their way to shared memory while those of one head are computed.
+        power_of_two: round amax up, so that scales of what is not rotated are powers of two.
     """
 
     kernel = "quantize"
@@ -564,6 +569,7 @@ class QuantizeSpec(_Spec):
     transpose: bool = False
     scales: str = "block"
     ahead: bool = False
+    power_of_two: bool = False
 
     @property
     def many_heads(self) -> bool:
@@ -634,6 +640,7 @@ class QuantizeSpec(_Spec):
                 ("interleaved", self.interleaved),
                 ("transpose", self.transpose),
                 ("ahead", self.ahead),
+                ("pow2", self.power_of_two),
             )
             if on
         ]
@@ -659,6 +666,8 @@ class QuantizeSpec(_Spec):
             raise ValueError("transpose=True with ahead=True: the addresses of 4 keys leave no registers for a loop")
         if self.transpose and self.scales == "amax":
             raise ValueError("transpose=True with scales='amax': nothing is written, so that there is no order")
+        if self.power_of_two and self.scales == "amax":
+            raise ValueError("power_of_two=True with scales='amax': the pass that makes scales rounds, not this one")
 
 
 #: Any of them.

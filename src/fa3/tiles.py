@@ -1,4 +1,4 @@
-"""The tile tables: which tiles a problem gets, each row with its reason."""
+"""The tile tables: which tiles a problem gets, each row with its reason; those of e4m3 are in `fa3.fp8_tiles`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class TileChoice:
         reason: why.
         cost: time of one tile over the same keys, relative to the usual one of its class for long sequences: from
             the sweep, at 16k tokens.
+        transpose_stages, promote: as of `fa3.spec.ForwardSpec`, of e4m3 alone.
     """
 
     tile_m: int
@@ -24,6 +25,8 @@ class TileChoice:
     stages: int
     reason: str = ""
     cost: float = 1.0
+    transpose_stages: int = 0
+    promote: int = 0
 
 
 #: Rows of tiles for keys up to a length, in order; the last takes the rest.

@@ -5,6 +5,7 @@ out once and kept; a repeated call looks up one key, allocates its outputs and l
 and takes no device memory beyond the outputs, 64 bytes for the scheduler of each stream, and the documented
 copies: an input whose address is not a multiple of 16 bytes, or one of whose batch, row and head strides is
 not, is copied, since TMA cannot read it; so is a sink that is neither float32 nor bf16, or not contiguous.
+Scales of e4m3 are read where they lie.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fa3 import plan as planning
 from fa3.compiler.store import default_store
 from fa3.key_lists import KeyLists
 from fa3.mods import MaskMod, ScoreMod
-from fa3.options import Options
+from fa3.options import OUT_DTYPES, Fp8, Options, fp8_of
 from fa3.plan import MAX_COLUMNS, DeviceFacts
 from fa3.problem import Problem, check_forward
 from fa3.spec import TMA_ALIGNMENT, BackwardSpec, ForwardSpec
@@ -55,6 +56,11 @@ class _Launch:
     device: int
     #: Extra arguments that are no address or shape of an option's tensors: window bounds and cap.
     numbers: tuple[Any, ...] = ()
+    #: Of out, beside e4m3; ``None``: that of q.
+    out_dtype: torch.dtype | None = None
+    v_transposed: bool = False
+    #: Of e4m3, the extra arguments that come last, with 0 in the place of addresses.
+    scales: tuple[int, ...] = ()
 
 
 _launches: dict[Any, _Launch] = {}
@@ -93,8 +99,8 @@ def forward(
     """Attention on a Hopper GPU; shapes as `fa3.flash_attn_func`.
 
     Returns:
-        out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype, contiguous, and LSE (batch, heads_q, seqlen_q)
-        in float32, or ``None`` unless ``return_lse``.
+        out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype, or beside e4m3 in that of ``options.fp8``, contiguous,
+        and LSE (batch, heads_q, seqlen_q) in float32, or ``None`` unless ``return_lse``.
 
     Raises:
         ValueError, TypeError: the arguments do not fit, see `fa3.problem.check_forward`.
@@ -178,6 +184,15 @@ def _options_key(options: Options) -> tuple[Any, ...]:
         *[mod and (mod.cute, len(mod.aux), *_file_stamps(mod)) for mod in mods],
         block_mask and (block_mask.seqlen_q, block_mask.seqlen_k),
         *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors],
+        *(() if options.fp8 is None else _fp8_key(options.fp8)),
+    )  # fmt: skip
+
+
+def _fp8_key(fp8: Fp8) -> tuple[Any, ...]:
+    """The same of what goes with e4m3."""
+    return (
+        *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in fp8.tensors],
+        fp8.q_block, fp8.k_block, fp8.v_transposed, fp8.out_dtype, fp8.two_level,
     )  # fmt: skip
 
 
@@ -191,7 +206,10 @@ def _remember(key: Any, launch: _Launch) -> _Launch:
 def _run(
     launch: _Launch, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, options: Options | None
 ) -> tuple[Tensor, Tensor | None]:
-    out = q.new_empty(launch.out_shape)
+    if launch.out_dtype is None:
+        out = q.new_empty(launch.out_shape)
+    else:
+        out = q.new_empty(launch.out_shape, dtype=launch.out_dtype)
     lse = q.new_empty(launch.lse_shape, dtype=torch.float32) if return_lse else None
     function = launch.function
     if function is None:
@@ -218,6 +236,8 @@ def _run(
     if (copy_q, copy_k, copy_v) != launch.copy:
         # The same shapes and strides at an unaligned address: the copies have strides of their own.
         strides = [_strides(x) if copied else None for x, copied in ((q, copy_q), (k, copy_k), (v, copy_v))]
+        if launch.v_transposed and strides[2] is not None:
+            strides[2] = _columns_first(strides[2])
         parts = tuple((offset, _with_strides(arguments, strides)) for offset, arguments in parts)
 
     sink, extras = None, launch.numbers or None
@@ -226,6 +246,9 @@ def _run(
         if qv is not None and (_must_copy(qv) or qv.data_ptr() % TMA_ALIGNMENT):
             qv = qv.clone(memory_format=torch.contiguous_format)
         extras = extra_numbers(launch.numbers, qv, options)
+    if launch.scales:
+        fp8 = None if options is None else options.fp8
+        extras = (*(extras or ()), *_with_addresses(launch.scales, fp8))
 
     out_address, lse_address = out.data_ptr(), 0 if lse is None else lse.data_ptr()
     sink_address = 0 if sink is None else sink.data_ptr()
@@ -246,6 +269,27 @@ def _with_strides(arguments: tuple[Any, ...], strides: list[tuple[int, int, int]
         if triple is not None:
             changed[place : place + 3] = triple
     return tuple(changed)
+
+
+def _with_addresses(scales: tuple[int, ...], fp8: Fp8 | None) -> tuple[int, ...]:
+    """The numbers of `_scale_numbers` with the addresses of a call's scales."""
+    if fp8 is None:
+        return scales
+    numbers = [*scales]
+    for i, scale in enumerate(fp8.tensors):
+        if scale is not None:
+            numbers[4 * i] = scale.data_ptr()
+    return tuple(numbers)
+
+
+def _scale_numbers(fp8: Fp8, heads_q: int) -> tuple[int, ...]:
+    """The kernel's extra arguments for scales, as ``fa3.kernels.parts.scales.Scales`` has them, without addresses."""
+    numbers = []
+    for scale in fp8.tensors:
+        batch, head, block = (0, 0, 0) if scale is None else (*scale.stride(), 0)[:3]
+        numbers += [0, batch, head, block]
+    sharing = 1 if fp8.q_scale is None else heads_q // fp8.q_scale.shape[1]
+    return (*numbers, fp8.q_block or 1, sharing)
 
 
 def _readable_sink(sink: Tensor | None) -> Tensor | None:
@@ -339,8 +383,10 @@ def _prepare(
         if not planning.computes(spec, problem):
             raise ValueError(f"spec {spec.name} cannot compute a problem with {problem}")
         order = planning.order_of(problem, spec, facts)
+    fp8 = fp8_of(q.dtype, options)
+    out_dtype = None if fp8 is None else OUT_DTYPES[fp8.out_dtype]
     if problem.empty or problem.seqlen_k == 0:
-        return _Launch(None, (), out_shape, lse_shape, (False, False, False), device)
+        return _Launch(None, (), out_shape, lse_shape, (False, False, False), device, out_dtype=out_dtype)
 
     if order.tiles > MAX_TILES:
         raise ValueError(
@@ -348,11 +394,11 @@ def _prepare(
             f"{order.tiles} tiles, at most {MAX_TILES}; split the batch"
         )
     copies = (_must_copy(q), _must_copy(k), _must_copy(v))
-    strides = [
-        stride
+    of_q, of_k, of_v = (
+        _contiguous_strides(tensor.shape) if copied else _strides(tensor)
         for tensor, copied in zip((q, k, v), copies, strict=True)
-        for stride in (_contiguous_strides(tensor.shape) if copied else _strides(tensor))
-    ]
+    )
+    strides = (*of_q, *of_k, *(_columns_first(of_v) if problem.v_transposed else of_v))
     parts = []
     for first in range(0, problem.head_dim_v, MAX_COLUMNS):
         columns = min(MAX_COLUMNS, problem.head_dim_v - first)
@@ -374,7 +420,18 @@ def _prepare(
         )
         parts.append((first * q.element_size(), arguments))
     numbers = fixed_numbers(problem, spec)
-    return _Launch(default_store().load(spec), tuple(parts), out_shape, lse_shape, copies, device, numbers)
+    return _Launch(
+        default_store().load(spec),
+        tuple(parts),
+        out_shape,
+        lse_shape,
+        copies,
+        device,
+        numbers,
+        out_dtype,
+        problem.v_transposed,
+        () if fp8 is None else _scale_numbers(fp8, problem.heads_q),
+    )
 
 
 def fixed_numbers(problem: Problem, spec: ForwardSpec | BackwardSpec) -> tuple[Any, ...]:
@@ -413,6 +470,12 @@ def _strides(tensor: Tensor) -> tuple[int, int, int]:
         row if size[1] > 1 else unused,
         head if size[2] > 1 else unused,
     )
+
+
+def _columns_first(strides: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Strides of V^T, (batch, heads, columns, slots), in the order that the kernel takes: (batch, column, head)."""
+    batch, head, column = strides
+    return batch, column, head
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fa3.backends import hopper
 from fa3.compiler.store import default_store
-from fa3.quantization import E4M3, SLOTS, SMALLEST_AMAX, scale_factor, sign_words
+from fa3.quantization import E4M3, SLOTS, SMALLEST_AMAX, round_up_amax, scale_factor, sign_words
 from fa3.quantize_plan import plan_quantize
 
 #: Bytes that are read at a time.
@@ -60,6 +60,7 @@ def quantize_tensor(
     interleaved: bool = False,
     first_position: int = 0,
     transpose: bool = False,
+    power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Quantize q, k or v to e4m3 on a Hopper GPU; arguments and results as `fa3.quantization.quantize_tensor`.
 
@@ -70,14 +71,14 @@ def quantize_tensor(
     """
     key = (
         x.shape, x.stride(), x.dtype, x.get_device(), rows, rotate, seed, interleaved, first_position, transpose,
-        None if rope is None else (rope[0].shape, rope[1].shape, rope[0].dtype, rope[1].dtype),
+        power_of_two, None if rope is None else (rope[0].shape, rope[1].shape, rope[0].dtype, rope[1].dtype),
     )  # fmt: skip
     launch = _known.get(key)
     if launch is None:
         if len(_known) >= hopper.MAX_REMEMBERED:
             _known.clear()
         launch = _known[key] = _prepare(
-            x, rows, rotate, seed, rope, interleaved and rope is not None, first_position, transpose
+            x, rows, rotate, seed, rope, interleaved and rope is not None, first_position, transpose, power_of_two
         )
     device = x.get_device()
     if launch.function is not None and hopper._current_device() != device:
@@ -126,6 +127,7 @@ def _prepare(
     interleaved: bool,
     first_position: int,
     transpose: bool,
+    power_of_two: bool,
 ) -> _Launch:
     """Check a call whose key is new, plan it, and load its kernels."""
     if x.dtype not in _DTYPES:
@@ -151,6 +153,7 @@ def _prepare(
         rope="" if angles is None else "same" if angles is x.dtype else "fp32",
         interleaved=interleaved,
         transpose=transpose,
+        power_of_two=power_of_two,
         facts=hopper.device_facts(x.device),
     )
     factor = scale_factor(planned.spec.hadamard_block)
@@ -184,5 +187,11 @@ def _prepare(
         find_amax=None if empty or planned.amax is None else default_store().load(planned.amax),
         function=None if empty else default_store().load(planned.spec),
         arguments=arguments,
-        empty_scale=SMALLEST_AMAX * factor,
+        empty_scale=_empty_scale(factor, power_of_two),
     )
+
+
+def _empty_scale(factor: float, power_of_two: bool) -> float:
+    """The scale of no rows."""
+    amax = torch.tensor(SMALLEST_AMAX)
+    return (round_up_amax(amax) if power_of_two else amax).item() * factor

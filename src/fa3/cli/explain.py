@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fa3.plan import DeviceFacts, Plan
     from fa3.problem import Problem
 
-DTYPES = ("bf16", "fp16", "fp32", "fp64")
+DTYPES = ("bf16", "fp16", "fp32", "fp64", "e4m3")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sm-margin", type=int, default=0, metavar="N", help="multiprocessors to leave free")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="element type (default: bf16)")
+    parser.add_argument(
+        "--scale-blocks", metavar="Q,K", help="e4m3: rows of q, and of k and v, that share a scale (default: a head's)"
+    )
+    parser.add_argument("--v-transposed", action="store_true", help="e4m3: v comes as V^T")
+    parser.add_argument(
+        "--two-level",
+        action=argparse.BooleanOptionalAction,
+        help="e4m3: partial outputs are added in float32 (default: the plan chooses)",
+    )
+    parser.add_argument("--out-dtype", choices=("bf16", "fp16"), help="e4m3: of out (default: bf16)")
     parser.add_argument("--softmax-scale", type=float, help="default: D^-0.5, with --qv the columns of v count too")
     parser.add_argument("--lse", action="store_true", help="the call returns the LSE too")
     parser.add_argument("--json", action="store_true", help="print as JSON")
@@ -56,6 +66,14 @@ def parse_window(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def parse_blocks(text: str) -> tuple[int, int]:
+    """``Q,K``: rows that share a scale, of which the problem knows what is allowed."""
+    found = re.fullmatch(r"([0-9]{1,9}),([0-9]{1,9})", text)
+    if found is None:
+        raise ValueError(f"--scale-blocks {text!r}: expected Q,K: rows of q, and of k and v, 64 or 128 each")
+    return int(found[1]), int(found[2])
+
+
 def problem_of(args: argparse.Namespace) -> Problem:
     """The problem that the options describe. Raises ``ValueError`` as flash_attn_func would."""
     from fa3.problem import Problem, default_softmax_scale
@@ -66,6 +84,8 @@ def problem_of(args: argparse.Namespace) -> Problem:
     left, right = (-1, -1) if args.window is None else parse_window(args.window)
     # As flash_attn_func has it: with 0 on the right a window is causal, and then says nothing of the right.
     causal = args.causal or right == 0
+    out_dtype = args.out_dtype or ("bf16" if args.dtype == "e4m3" else "")
+    q_block, k_block = (0, 0) if args.scale_blocks is None else parse_blocks(args.scale_blocks)
     return Problem(
         batch=batch,
         seqlen_q=seqlen,
@@ -86,6 +106,11 @@ def problem_of(args: argparse.Namespace) -> Problem:
         qv=args.qv,
         pack_gqa=args.pack_gqa,
         sm_margin=args.sm_margin,
+        out_dtype=out_dtype,
+        q_block=q_block,
+        k_block=k_block,
+        v_transposed=args.v_transposed,
+        two_level=args.two_level,
     )
 
 
@@ -114,6 +139,8 @@ def packing_words(problem: Problem, packed: bool) -> str:
     who = "the plan's choice" if problem.pack_gqa is None else "as asked"
     if packed:
         return f"yes, {who}: the {problem.group_size} query heads of a K/V head share tiles"
+    if problem.dtype == "e4m3":
+        return "no: kernels of e4m3 pack no heads"
     return "no, though asked for: kernels with qv pack no heads" if problem.pack_gqa else f"no, {who}"
 
 
@@ -171,6 +198,7 @@ def explanation(problem: Problem) -> dict[str, Any]:
         exponentials=problem.batch * problem.heads_q * pairs * (2 if problem.softcap else 1),
         bytes_moved=bytes_moved,
         device=facts,
+        dtype=problem.dtype,
     )
     result: dict[str, Any] = {
         "problem": asdict(problem),
@@ -248,7 +276,7 @@ def _gradient_lines(gradients: dict[str, Any]) -> list[str]:
 
 def _lines(said: dict[str, Any]) -> list[str]:
     """The explanation as text, from the call down to the chip."""
-    planned, limits = said["plan"], said["roofline"]
+    planned, limits, bits = said["plan"], said["roofline"], 8 if said["problem"]["dtype"] == "e4m3" else 16
     lines = ["flash_attn_func", *(f"  {line}" for line in _call_lines(said))]
     lines += ["", f"backend here: {said['backend']}", f"  {said['backend_reason']}"]
     lines += ["", f"plan for {said['planned_for']}"]
@@ -266,7 +294,7 @@ def _lines(said: dict[str, Any]) -> list[str]:
         f"least; the matrix of scores that is never made: {said['score_matrix_bytes'] / 1e6:,.1f} MB in float32",
         f"  least time on {limits['sm_count']} SMs at {limits['clock_mhz']:.0f} MHz "
         f"and {limits['bytes_per_second'] / 1e12:.1f} TB/s:",
-        f"    tensor cores {limits['tensor_us']:10,.2f} us   (16-bit)",
+        f"    tensor cores {limits['tensor_us']:10,.2f} us   ({bits}-bit)",
         f"    exponentials {limits['exp_us']:10,.2f} us",
         f"    memory       {limits['memory_us']:10,.2f} us",
         f"  bound by {limits['bound']}",
@@ -281,8 +309,9 @@ def _call_lines(said: dict[str, Any]) -> list[str]:
     lines = [
         f"q    ({batch}, {rows}, {heads}, {problem['head_dim']}) {problem['dtype']}",
         f"k    ({batch}, {keys}, {problem['heads_kv']}, {problem['head_dim']})",
-        f"v    ({batch}, {keys}, {problem['heads_kv']}, {problem['head_dim_v']})",
+        _v_line(problem),
     ]
+    lines += _scale_lines(problem) if problem["dtype"] == "e4m3" else []
     lines += [f"qv   ({batch}, {rows}, {heads}, {problem['head_dim_v']})"] if problem["qv"] else []
     lines += [f"sink ({heads},)"] if problem["sink"] else []
     lines += [f"mask {said['mask']}"]
@@ -293,6 +322,21 @@ def _call_lines(said: dict[str, Any]) -> list[str]:
         lines += [f"     the first {said['first_row_with_keys']:,} queries see no key: out 0, LSE {lse}"]
     cap = f"; softcap {problem['softcap']:g}" if problem["softcap"] else ""
     return [*lines, f"softmax_scale {problem['softmax_scale']:.6g}{cap}"]
+
+
+def _v_line(problem: dict[str, Any]) -> str:
+    batch, keys, heads, columns = (problem[name] for name in ("batch", "seqlen_k", "heads_kv", "head_dim_v"))
+    if problem["v_transposed"]:
+        return f"V^T  ({batch}, {heads}, {columns}, {keys + -keys % 16})"
+    return f"v    ({batch}, {keys}, {heads}, {columns})"
+
+
+def _scale_lines(problem: dict[str, Any]) -> list[str]:
+    """Scales of e4m3, and what out is."""
+    shared = "scales of q, k and v: one a head"
+    if problem["q_block"]:
+        shared = f"scales: of {problem['q_block']} rows of q, of {problem['k_block']} of k and v"
+    return [shared, f"out  {problem['out_dtype']}"]
 
 
 def _plan_lines(problem: dict[str, Any], planned: dict[str, Any]) -> list[str]:

@@ -40,11 +40,15 @@ class Roofline:
         return max(times, key=lambda unit: times[unit])
 
 
-def roofline(*, flops: float, exponentials: float, bytes_moved: float, device: DeviceFacts) -> Roofline:
-    """Least times on a device at its highest clock; no kernel beats the largest of them."""
+def roofline(
+    *, flops: float, exponentials: float, bytes_moved: float, device: DeviceFacts, dtype: str = "bf16"
+) -> Roofline:
+    """Least times on a device at its highest clock, of products in a dtype; no kernel beats the largest of them."""
+    from fa3.plan import tensor_flops_per_clock
+
     clocks_per_us = device.sm_count * device.boost_clock_hz / 1e6
     return Roofline(
-        tensor_us=flops / (device.tensor_flops_per_clock * clocks_per_us),
+        tensor_us=flops / (tensor_flops_per_clock(device, dtype) * clocks_per_us),
         exp_us=exponentials / (EXP_PER_CLOCK * clocks_per_us),
         memory_us=bytes_moved / device.memory_bytes_per_second * 1e6,
     )

@@ -206,7 +206,9 @@ def check(spec: KernelSpec, found: Report) -> list[str]:
     """Promises of the spec that the machine code breaks, one sentence each; empty if it keeps them all."""
     broken = []
     if isinstance(spec, BackwardSpec):
-        return [*_check_products(spec, found), *_check_backward(spec, found)]
+        return [*_check_products(spec, found), *_check_spills(found), *_check_backward(spec, found)]
+    if isinstance(spec, ForwardSpec) and spec.fp8:
+        return [*_check_products(spec, found), *_check_spills(found), *_check_overlap(spec, found)]
     if found.stack or found.local:
         broken.append(f"stack {found.stack} and local memory {found.local} bytes: must be 0")
     if found.spills:
@@ -257,16 +259,19 @@ def _check_overlap(spec: ForwardSpec, found: Report) -> Iterator[str]:
         yield f"overlap is off, but {found.overlap} exponentials run under a product"
 
 
-#: Bytes of stack that a thread of the backward may use outside its main loop.
+#: Bytes of stack that a thread of the backward, or of the forward of e4m3, may use outside its main loop.
 STACK_AROUND_THE_LOOP = 64
 
 
-def _check_backward(spec: BackwardSpec, found: Report) -> Iterator[str]:
+def _check_spills(found: Report) -> Iterator[str]:
     # The main loop takes all registers there are. Addresses of what happens once in a tile of work may wait in memory.
     if any(found.spills_in_loops):
         yield f"{found.spills_in_loops} spill instructions (LDL, STL) in the main loops: must be none"
     if found.local or found.stack > STACK_AROUND_THE_LOOP:
         yield f"stack {found.stack} and local memory {found.local} bytes: at most {STACK_AROUND_THE_LOOP} and 0"
+
+
+def _check_backward(spec: BackwardSpec, found: Report) -> Iterator[str]:
     # As in the forward half of a thread's exponentials. It does not matter whether they run under dK or, where the
     # assembler put them behind the wait for it, under dQ.
     enough = spec.score_rows // 4

@@ -139,7 +139,10 @@ class ForwardKernel(Producer, Epilogue):
             v_shape = (head_dim_v, (seqlen_k + 15) // 16 * 16, heads_kv, batch)
         v_view = copies.global_tensor(self.dtype, v, v_shape, (v_row_stride, v_head_stride, v_batch_stride))
         out_view = copies.global_tensor(
-            self.out_dtype, out, (seqlen_q, head_dim_v, heads_q, batch), (out_row_stride, out_head_stride, out_batch_stride)
+            self.out_dtype,
+            out,
+            (seqlen_q, head_dim_v, heads_q, batch),
+            (out_row_stride, out_head_stride, out_batch_stride),
         )
         if const_expr(not self.spec.fp8):
             # The PV product sees V as its B operand, (head_dim_v, keys).
@@ -664,7 +667,7 @@ class ForwardKernel(Producer, Epilogue):
         if const_expr(self.spec.pingpong and self.spec.fp8):
             barriers.give_turn(me.group, self.groups)
         barriers.release(loads.k.empty, position, self.stages)
-        moved = self.softmax_step(work, me, operands.scores, state, step, masked, factors)
+        moved = self.softmax_step(work, me, operands.scores, state, step, masked, factors, first)
 
         if const_expr(self.spec.fp8):
             # Asked early, the next step does not wait for the answer.
@@ -776,6 +779,7 @@ class ForwardKernel(Producer, Epilogue):
         step: Int32,
         masked: Boolean | bool,
         factors: scales.Factors | None,
+        first: cutlass.Constexpr,
     ) -> Boolean:
         """Turn scores into probabilities and bring the softmax state up to date.
 
@@ -807,9 +811,11 @@ class ForwardKernel(Producer, Epilogue):
         if const_expr(self.spec.fp8):
             if const_expr(self.spec.key_block):
                 state.set_limits(scale_log2)
-            moved = state.must_move(view)
+            largest = softmax.row_max_bits(cute.recast_tensor(view, Int32))
+            moved = state.exceeded(largest)
             if moved:
-                state.move_to(view, scale_log2, self.spec.rescale_threshold)
+                threshold = scaled_softmax.FIRST_THRESHOLD if first else self.spec.rescale_threshold
+                state.move_to(view, largest, scale_log2, threshold)
             state.exponentiate_with(view, scale_log2, factors)
         else:
             moved = state.must_move(view)

@@ -27,6 +27,17 @@ from .parts.rows import VECTOR
 
 #: What a smaller amax counts as (`fa3.quantization.SMALLEST_AMAX` says why).
 SMALLEST_AMAX = 2.0**-40
+#: The largest float32 number that is a power of two times 448.
+LARGEST_AMAX = 448.0 * 2.0**119
+
+
+@cute.jit
+def round_up_amax(amax: Float32) -> Float32:
+    """The smallest power of two times 448 that is at least ``amax``, as `fa3.quantization.round_up_amax`."""
+    bounded = -cute.arch.fmax(-amax, Float32(-LARGEST_AMAX))
+    # 448 is 1.75 * 2^8: a fraction above 1.75 goes to the next exponent, every other up to 1.75.
+    bits = ((bounded.bitcast(Int32) + 0x1FFFFF) & 0x7F800000) | 0x600000
+    return bits.bitcast(Float32)
 
 #: Further than any row is; a sum with a row is an Int32 still.
 FAR = 2**30
@@ -292,6 +303,8 @@ class QuantizeKernel:
     def round_and_store(self, call: Call, block: Block, thread: Int32, values: cute.Tensor, amax: Float32):
         """Write the scale, and the values by it."""
         amax = cute.arch.fmax(amax, Float32(SMALLEST_AMAX))
+        if const_expr(self.spec.power_of_two):
+            amax = round_up_amax(amax)
         self.store_scale(call, block, thread, amax)
         inverse = rotation.inverse_of(amax, cute.arch.rcp_approx)
         for i in cutlass.range(self.values, unroll_full=True):

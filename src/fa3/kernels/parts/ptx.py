@@ -74,9 +74,7 @@ def load_matrices_transposed(address: Int32) -> tuple[Int32, Int32, Int32, Int32
 
 def store_pair(address: Int32, first: Int32, second: Int32):
     """Two words to shared memory; the address is a multiple of 8 bytes."""
-    cute.arch.inline_ptx(
-        "st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second]
-    )
+    cute.arch.inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
 
 
 def store_matrices(address: Int32, first: Int32, second: Int32, third: Int32, fourth: Int32):

@@ -13,7 +13,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from . import softmax
 from .layout import ROWS_PER_THREAD
@@ -23,8 +23,26 @@ from .scales import Factors
 ROOM = math.log2(448.0)
 
 
+#: Threshold of the first tile of keys: the scores of those to come may well be larger, and then need not move anything.
+#: Wherever the largest score comes later, the reference has moved to it by the threshold of the spec.
+FIRST_THRESHOLD = 3.8
+
+
+@cute.jit
+def quad_max_bits(bits: Int32) -> Int32:
+    """Maximum over the four lanes that share a row."""
+    bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=1))
+    return cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=2))
+
+
 class State(softmax.State):
     """Softmax state of the rows that one thread holds; ``reference`` is in log2 units."""
+
+    @cute.jit
+    def exceeded(self, largest: tuple[Int32, Int32]) -> Boolean:
+        """Whether a row of this warp has a score beyond its limit; ``largest`` as `softmax.row_max_bits` has it."""
+        beyond = (largest[0] >= self.limit_bits[0]) | (largest[1] >= self.limit_bits[1])
+        return cute.arch.vote_any_sync(beyond)
 
     @cute.jit
     def set_limits(self, factor: Float32):
@@ -37,12 +55,29 @@ class State(softmax.State):
             self.limit_bits[r] = softmax.limit_of(limit, Float32(0.0))
 
     @cute.jit
-    def move_to(self, scores: cute.Tensor, factor: Float32, threshold: cutlass.Constexpr):
-        """Move the references to the running maxima; ``factor`` is what the past must be multiplied by."""
+    def move_to(
+        self,
+        scores: cute.Tensor,
+        largest: tuple[Int32, Int32],
+        factor: Float32,
+        threshold: cutlass.Constexpr,
+    ):
+        """Move the references to the running maxima; ``factor`` is what the past must be multiplied by.
+
+        ``largest`` are the thread's largest scores as bits (`softmax.row_max_bits`). The largest probability is then so
+        far below what e4m3 can hold as the reference stays for a score above it: ``threshold`` in log2 units.
+        """
+        tops = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+        bits = cute.recast_tensor(tops, Int32)
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            bits[r] = quad_max_bits(largest[r])
+        # Bits are in order where a score is positive.
+        if cute.arch.vote_any_sync(cutlass.min(bits[0], bits[1]) <= 0):
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                tops[r] = softmax.quad_max_float(softmax.row_max_float(scores[r, None], -Float32.inf))
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             old = self.reference[r]
-            top = softmax.row_max_float(scores[r, None], -Float32.inf) * factor
-            new = softmax.quad_max_float(cute.arch.fmax(top, old))
+            new = cute.arch.fmax(tops[r] * factor, old)
             # -inf as reference would make (-inf) - (-inf) of a score that is masked.
             offset = (Float32(0.0) if new == -Float32.inf else new) - Float32(ROOM - threshold)
             past = -Float32.inf if old == -Float32.inf else self.offset[r]

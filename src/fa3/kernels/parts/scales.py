@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
@@ -78,9 +77,7 @@ def factor_of(q_scale: Float32, k_scale: Float32) -> Float32:
 def factors_of_tile(q_scale: Float32, k_scale: Float32, v_scale: Float32, largest_inverse: Float32) -> Factors:
     """Of a tile of keys whose block has scales of its own."""
     share = cute.arch.fmax(v_scale * largest_inverse, Float32(LEAST_SHARE))
-    return Factors(
-        factor_of(q_scale, k_scale), cute.math.log2(share, fastmath=True), cute.arch.rcp_approx(share)
-    )
+    return Factors(factor_of(q_scale, k_scale), cute.math.log2(share, fastmath=True), cute.arch.rcp_approx(share))
 
 
 @cute.jit

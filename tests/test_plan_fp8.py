@@ -1,0 +1,243 @@
+"""The plan of e4m3: its tile tables, which kernel a problem gets, and what it says of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from fa3.fp8_tiles import FP8_SMALL, FP8_TILES, can_add, fp8_rows
+from fa3.plan import (
+    H200,
+    TWO_LEVEL_KEYS,
+    bytes_moved,
+    computes,
+    flops,
+    fp8_specs,
+    kernel_of,
+    make_spec,
+    order_of,
+    plan,
+    tensor_flops_per_clock,
+    usual_tiles,
+    why_not,
+)
+from fa3.problem import Problem
+from fa3.spec import BLOCK, FP8_CLASSES
+from problems import problem_of
+
+MOD = {"score_mod": "one:score", "score_aux": "f1"}
+MASK_MOD = {"mask_mod": "one:mask", "mask_aux": "i2"}
+LAYOUTS = tuple(itertools.product((False, True), (0, 64, 128)))
+MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window_left": 100}}
+
+
+def fp8_problem(**changes) -> Problem:
+    """As `problem_of`, in e4m3; ``key_block`` is of both q and k."""
+    blocks = changes.pop("key_block", 0)
+    return problem_of(**{"dtype": "e4m3", "out_dtype": "bf16", "q_block": blocks, "k_block": blocks, **changes})
+
+
+# Tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_tile_class_is_in_every_table():
+    assert set(FP8_TILES) == set(FP8_SMALL) == set(FP8_CLASSES)
+
+
+@pytest.mark.parametrize("kind", FP8_CLASSES, ids=str)
+def test_every_use_has_tiles_that_are_a_kernel(kind):
+    for mask, modified, (transposed, key_block) in itertools.product((*MASKS, "blocks"), (False, True), LAYOUTS):
+        for add in (False, True) if can_add(kind) else (False,):
+            rows = fp8_rows(kind, mask, modified, key_block, transposed, add)
+            assert rows[-1][0] == math.inf
+            for _, choice in rows:
+                assert choice.reason
+                assert bool(choice.promote) is add
+                assert bool(choice.transpose_stages) is not transposed
+                features = {"key_block": key_block, **(MASK_MOD if mask == "blocks" else {})}
+                make_spec("e4m3", kind, mask, choice, **features).validate()
+                if modified:
+                    make_spec("e4m3", kind, mask, choice, softcap=True, **MOD, **{**MASK_MOD, **features}).validate()
+                    assert choice.tile_m == BLOCK
+    for choice in FP8_SMALL[kind]:
+        make_spec("e4m3", kind, "causal", choice, key_block=128).validate()
+
+
+def test_a_row_may_be_for_keys_up_to_a_length(monkeypatch):
+    from fa3 import fp8_tiles
+
+    rows = fp8_tiles._rows("1024:192x64x4/2 192x96x3/2+4", "why")
+    assert [limit for limit, _ in rows] == [1024, math.inf]
+    first, second = (choice for _, choice in rows)
+    assert (first.tile_m, first.tile_n, first.stages, first.transpose_stages, first.promote) == (192, 64, 4, 2, 0)
+    assert (second.tile_n, second.stages, second.promote) == (96, 3, 4)
+    monkeypatch.setitem(FP8_TILES[128, 128], "full", (rows, rows))
+    assert usual_tiles(fp8_problem(seqlen_k=1024)) is first
+    assert usual_tiles(fp8_problem(seqlen_k=1025)) is second
+
+
+# Kernels ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FP8_CLASSES, ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_kernel_of_a_problem_computes_it(kind, mask):
+    for (transposed, key_block), two_level, seqlen_k in itertools.product(LAYOUTS, (None, False, True), (300, 9000)):
+        problem = fp8_problem(
+            head_dim=kind[0], head_dim_v=kind[1], seqlen_q=300, seqlen_k=seqlen_k, key_block=key_block,
+            v_transposed=transposed, two_level=two_level, **MASKS[mask],
+        )  # fmt: skip
+        assert why_not(problem) is None
+        spec = plan(problem, H200).spec
+        spec.validate()
+        assert computes(spec, problem)
+        assert (spec.dtype, spec.out_dtype, spec.mask) == ("e4m3", "bf16", mask)
+        assert (spec.key_block, bool(spec.transpose_stages)) == (key_block, not transposed)
+        assert not spec.pack_gqa
+        added = two_level or (two_level is None and seqlen_k > TWO_LEVEL_KEYS)
+        assert bool(spec.promote) == bool(added and can_add(kind))
+
+
+def test_a_reference_moves_before_probabilities_outgrow_the_largest_number():
+    spec = plan(fp8_problem(), H200).spec
+    assert 256 * 2**spec.rescale_threshold < 448
+    assert plan(problem_of(), H200).spec.rescale_threshold == 8.0
+
+
+def test_narrow_heads_beside_wide_values_are_padded_to_a_class_of_e4m3():
+    spec = plan(fp8_problem(head_dim=64, head_dim_v=256), H200).spec
+    assert (spec.head_dim, spec.head_dim_v) == (256, 256)
+    spec = plan(fp8_problem(head_dim=144, head_dim_v=80), H200).spec
+    assert (spec.head_dim, spec.head_dim_v) == (192, 128)
+
+
+def test_options_have_tiles_of_two_warpgroups_whose_keys_divide_a_block():
+    for changes in ({"softcap": 5.0}, {"score_mod": "m:f"}, {"mask_mod": "m:f", "block_sparse": True}):
+        for key_block in (0, 64, 128):
+            problem = fp8_problem(**changes, key_block=key_block)
+            spec = plan(problem, H200).spec
+            assert spec.tile_m == BLOCK
+            assert BLOCK % spec.tile_n == 0
+            assert key_block % spec.tile_n == 0
+            assert computes(spec, problem)
+
+
+def test_out_in_fp16_is_another_kernel():
+    problem = fp8_problem(out_dtype="fp16", seqlen_q=8000)
+    spec = plan(problem, H200).spec
+    assert spec.out_dtype == "fp16"
+    assert computes(spec, problem)
+    assert not computes(spec, fp8_problem(seqlen_q=8000))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"v_transposed": True},
+        {"key_block": 128},
+        {"out_dtype": "fp16"},
+        {"two_level": True},
+    ],
+    ids=str,
+)
+def test_the_kernel_of_another_layout_is_refused(change):
+    spec = plan(fp8_problem(), H200).spec
+    assert computes(spec, fp8_problem())
+    assert not computes(spec, fp8_problem(**change))
+
+
+def test_a_kernel_that_adds_in_float32_is_refused_where_that_is_not_wanted():
+    spec = plan(fp8_problem(two_level=True), H200).spec
+    assert computes(spec, fp8_problem())
+    assert not computes(spec, fp8_problem(two_level=False))
+
+
+def test_16_bit_kernels_and_those_of_e4m3_do_not_stand_in_for_each_other():
+    assert not computes(plan(fp8_problem(), H200).spec, problem_of())
+    assert not computes(plan(problem_of(), H200).spec, fp8_problem())
+
+
+def test_packed_heads_are_never_chosen():
+    for pack_gqa in (None, False, True):
+        assert not plan(fp8_problem(seqlen_q=1, pack_gqa=pack_gqa), H200).spec.pack_gqa
+
+
+@pytest.mark.parametrize("kind", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("layout", [(False, 0), (True, 0), (True, 128)], ids=str)
+def test_few_tiles_get_smaller_ones_that_ship(kind, layout):
+    transposed, key_block = layout
+    problem = fp8_problem(
+        batch=1, seqlen_q=512, heads_q=16, head_dim=kind[0], key_block=key_block, v_transposed=transposed
+    )
+    choice, spec = kernel_of(problem, H200)
+    if FP8_SMALL[kind][transposed].tile_n <= (key_block or BLOCK):
+        assert choice is FP8_SMALL[kind][transposed]
+    assert spec in set(fp8_specs())
+    assert kernel_of(replace(problem, seqlen_q=16_000), H200)[0] is usual_tiles(problem)
+    # Of fp16 none ship.
+    assert kernel_of(replace(problem, out_dtype="fp16"), H200)[0] is usual_tiles(problem)
+
+
+# Reasons and costs ------------------------------------------------------------------------------------------------
+
+
+def reasons(**changes) -> str:
+    return "\n".join(plan(fp8_problem(**changes), H200).reasons)
+
+
+def test_reasons_say_how_v_comes_and_how_outputs_are_added():
+    assert "spare warps of the producer transpose it, 2 tiles ahead" in reasons()
+    assert "v comes transposed" in reasons(v_transposed=True)
+    assert "added in float32 every 4 key tiles, as asked" in reasons(two_level=True)
+    assert "added in float32 every 4 key tiles, 5000 keys" in reasons(seqlen_k=5000)
+    assert "tensor cores add outputs, with 14 bits or so, as asked" in reasons(seqlen_k=5000, two_level=False)
+    assert "with 14 bits or so, 1000 keys" in reasons()
+    missing = "though: tile class (256, 256) has no registers for float32 sums"
+    assert f"as asked, {missing}" in reasons(two_level=True, head_dim=256)
+    assert f"5000 keys, {missing}" in reasons(seqlen_k=5000, head_dim=256)
+    assert "over 2**0.8" in reasons()
+    assert "tensor cores" not in "\n".join(plan(problem_of(), H200).reasons)
+
+
+def test_bytes_are_one_for_an_element_of_q_k_and_v_and_two_of_out():
+    problem = fp8_problem(return_lse=True)
+    elements = 2 * 1000 * 128
+    assert bytes_moved(problem) == elements * (16 + 4 + 4) + 2 * elements * 16 + 4 * 2 * 1000 * 16
+    assert flops(problem) == flops(problem_of())
+
+
+def test_twice_the_flops_of_a_clock_leave_less_time_to_read_keys_again():
+    assert tensor_flops_per_clock(H200, "e4m3") == 2 * tensor_flops_per_clock(H200, "bf16")
+    problem = fp8_problem(seqlen_q=16_384, seqlen_k=16_384, causal=True)
+    wide = replace(problem, dtype="bf16", out_dtype="")
+    spec = plan(problem, H200).spec
+    # Bytes are halved too: as many phases, over tiles of as many rows.
+    assert order_of(problem, spec, H200).levels == order_of(wide, spec, H200).levels
+
+
+# What ships -------------------------------------------------------------------------------------------------------
+
+
+def test_shipped_kernels_are_few_and_valid_and_what_plans_ask_for():
+    specs = list(fp8_specs())
+    assert len(specs) == len(set(specs)) <= 60
+    for spec in specs:
+        spec.validate()
+        assert spec.out_dtype == "bf16"
+    shipped = set(specs)
+    for kind, mask, two_level in itertools.product(FP8_CLASSES, ("full", "causal"), (False, True)):
+        common = kind in ((64, 64), (128, 128), (256, 256))
+        for transposed, key_block in ((False, 0), (True, 0), (True, 128)) if common else ((False, 0),):
+            if two_level and not common:
+                continue
+            problem = fp8_problem(
+                head_dim=kind[0], head_dim_v=kind[1], seqlen_q=9000, seqlen_k=9000, key_block=key_block,
+                v_transposed=transposed, two_level=two_level, **MASKS[mask],
+            )  # fmt: skip
+            assert plan(problem, H200).spec in shipped
+    for head_dim, transposed in itertools.product((64, 128), (False, True)):
+        problem = fp8_problem(head_dim=head_dim, v_transposed=transposed, **MASKS["window"])
+        assert plan(problem, H200).spec in shipped
