@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fa3
-from command_line import empty_store, on_cpu  # noqa: F401
-from fa3.cli import accuracy, peers
+from command_line import empty_store, figures_script, on_cpu, result  # noqa: F401
+from fa3.cli import accuracy, peers, plots
 from fa3.cli.main import main
 from fa3.numerics.fp8_error import CHOICES, rmse
 from fa3.quantization import rope_rows
@@ -166,3 +166,53 @@ def test_the_official_function_is_that_of_the_package_that_is_found(monkeypatch)
     assert peers.official_function() is fa3.flash_attn_func
     monkeypatch.setattr(peers, "OFFICIAL", (("no_such_module", "none"),))
     assert peers.official_function() is None
+
+
+def rows_of(data="paper", head_dim=128, seqlen=8192, **errors):
+    """Rows of one case: label with _ for spaces and commas left out -> (error, its ratio to that of exact sums)."""
+    one = case(data, head_dim, seqlen)
+    lines = {
+        "fa3_fp16": accuracy.Line("fa3", "fp16"),
+        "official": accuracy.Line("official", "e4m3", "tensor"),
+        "one_level": accuracy.Line("fa3", "e4m3", "block, incoherent", False),
+        "two_levels": accuracy.Line("fa3", "e4m3", "block, incoherent", True),
+        "exact": accuracy.Line("exact sums", "e4m3", "block, incoherent"),
+    }
+    return [accuracy._row(one, lines[name], *numbers) for name, numbers in errors.items()]
+
+
+ROWS = [
+    *rows_of(fa3_fp16=(2e-4,), official=(2.4e-2, 1e-2), one_level=(9e-3, 6e-3), two_levels=(7e-3, 6e-3), exact=(6e-3,)),
+    *rows_of(seqlen=1024, two_levels=(5e-3, 5e-3), exact=(5e-3,)),
+    *rows_of(seqlen=2048, two_levels=(5.5e-3, 5e-3)),
+    *rows_of("channels", two_levels=(1.25e-2, 1e-2)),
+]
+
+
+class TestFigures:
+    def test_the_page_has_errors_ratios_and_the_best_of_e4m3(self, tmp_path):
+        (tmp_path / "a.json").write_text(json.dumps(result("accuracy", ROWS)))
+        script = figures_script()
+        block = script.accuracy_block(script.latest(tmp_path))
+        assert "| | d 128, 1024 | d 128, 8192 |" in block
+        assert "| fa3 fp16 |  | 2.00e-04 |" in block
+        assert "| official e4m3, tensor |  | 2.40e-02 (2.40) |" in block
+        assert "| fa3 e4m3, block, incoherent, one level |  | 9.00e-03 (1.50) |" in block
+        assert "| fa3 e4m3, block, incoherent, two levels | **5.00e-03** (1.00) | **7.00e-03** (1.17) |" in block
+        assert "| exact sums e4m3, block, incoherent | 5.00e-03 | 6.00e-03 |" in block
+        assert "| | paper | channels |" in block
+        assert "| fa3 e4m3, block, incoherent, two levels | **7.00e-03** (1.17) | **1.25e-02** (1.25) |" in block
+        assert "(../benchmarks/results/a.json)" in block
+
+    def test_without_result_files_the_page_says_so(self, tmp_path):
+        script = figures_script()
+        assert "Not measured yet" in script.accuracy_block(script.latest(tmp_path))
+        assert "Not measured yet" in script.fp8_speed_block(script.latest(tmp_path))
+
+    def test_the_picture_has_a_curve_for_each_line_and_is_the_same_each_time(self, tmp_path):
+        for name in ("first.svg", "second.svg"):
+            figure = plots.figure_of(result("accuracy", ROWS))
+            plots.save(figure, tmp_path / name)
+        assert [len(axes.lines) for axes in figure.axes] == [5]
+        assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "second.svg").read_bytes()
+        assert (tmp_path / "first.svg").read_text().startswith("<?xml")

@@ -39,6 +39,7 @@ def round_up_amax(amax: Float32) -> Float32:
     bits = ((bounded.bitcast(Int32) + 0x1FFFFF) & 0x7F800000) | 0x600000
     return bits.bitcast(Float32)
 
+
 #: Further than any row is; a sum with a row is an Int32 still.
 FAR = 2**30
 
