@@ -25,6 +25,7 @@ from fa3.plan import (
     why_not,
 )
 from fa3.problem import Problem
+from fa3.quantization import default_block
 from fa3.spec import BLOCK, FP8_CLASSES
 from problems import problem_of
 
@@ -166,15 +167,14 @@ def test_packed_heads_are_never_chosen():
 
 
 @pytest.mark.parametrize("kind", [(64, 64), (128, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("layout", [(False, 0), (True, 0), (True, 128)], ids=str)
-def test_few_tiles_get_smaller_ones_that_ship(kind, layout):
-    transposed, key_block = layout
+@pytest.mark.parametrize(("transposed", "blocks"), [(False, False), (True, False), (True, True)])
+def test_few_tiles_get_smaller_ones_that_ship(kind, transposed, blocks):
+    key_block = default_block(kind[0])[1] if blocks else 0
     problem = fp8_problem(
         batch=1, seqlen_q=512, heads_q=16, head_dim=kind[0], key_block=key_block, v_transposed=transposed
     )
     choice, spec = kernel_of(problem, H200)
-    if FP8_SMALL[kind][transposed].tile_n <= (key_block or BLOCK):
-        assert choice is FP8_SMALL[kind][transposed]
+    assert choice is FP8_SMALL[kind][transposed]
     assert spec in set(fp8_specs())
     assert kernel_of(replace(problem, seqlen_q=16_000), H200)[0] is usual_tiles(problem)
     # Of fp16 none ship.

@@ -71,8 +71,8 @@ def transpose_tile(
         if const_expr(left > 0):
             if warp < left:
                 column = (rounds * WARPS + warp) * COLUMNS
-                units = [(k, 0) for k in range(0, keys, KEYS)]
-                transpose_units(source, target, keys, columns, Int32(0), column, units, lane)
+                others = [(k, 0) for k in range(0, keys, KEYS)]
+                transpose_units(source, target, keys, columns, Int32(0), column, others, lane)
 
 
 @cute.jit
