@@ -188,10 +188,9 @@ def _amax(x: Tensor, rows: int | str) -> Tensor:
 def round_up_amax(amax: Tensor) -> Tensor:
     """The smallest power of two times 448 that is at least ``amax``, but not above `LARGEST_AMAX`; a normal float32.
 
-    Kernels multiply probabilities by a block's scale of V over the largest of its head before they round them to e4m3.
-    The probability of the key with the largest score so far is 1, which only a power of two leaves without error: with
-    any other ratio, rows that one key rules lose more than blocks gain. q and k are better off without: the largest
-    value of a block becomes 448, of which nothing is rounded off.
+    Kernels multiply probabilities by a block's scale of V over the largest of its head before they round them to e4m3:
+    a power of two moves them to other exponents and adds no rounding of its own. q and k are better off without: the
+    largest value of a block becomes 448, of which nothing is rounded off.
     """
     bits = amax.clamp_max(LARGEST_AMAX).view(torch.int32)
     # 448 is 1.75 * 2^8: a fraction above 1.75 goes to the next exponent, every other up to 1.75.
