@@ -108,7 +108,7 @@ def test_fields_that_do_not_go_together_are_refused_with_their_names_and_values(
         ({"transpose_stages": 9}, "transpose_stages=9: allowed are 0 to 8"),
         ({"transpose_stages": 2, "warp_specialized": False}, "the producer's warps transpose"),
         ({"key_block": 64}, "key_block=64: must be a multiple of tile_n=128, or 0"),
-        ({"promote": -1}, "promote=-1: allowed are 0 and up"),
+        ({"promote": -1}, "promote=-1: allowed beside head_dim_v=128 are 0 and up"),
         ({"head_dim": 64, "head_dim_v": 256}, "head_dim=64, head_dim_v=256: the tile classes are"),
     ],
 )

@@ -77,8 +77,8 @@ _TABLE: dict[tuple[int, int], dict[str, tuple[str, str]]] = {
         "full 128": ("128x128x2/2", "128x128x2"),
         "full 96": ("192x96x3/2", "192x96x3"),
         "full 64": ("192x64x4/2", "192x64x4"),
-        "full add": ("128x128x2/2+4", "128x128x2+4"),
-        "full 128 add": ("128x128x2/2+4", "128x128x2+4"),
+        "full add": ("128x96x3/2+4", "128x128x2+4"),
+        "full 128 add": ("128x64x4/2+8", "128x128x2+4"),
         "full 96 add": ("128x96x3/2+4", "128x96x3+4"),
         "full 64 add": ("128x64x4/2+8", "128x64x4+8"),
         "modified": ("128x128x2/2", "128x128x2"),
@@ -90,7 +90,6 @@ _TABLE: dict[tuple[int, int], dict[str, tuple[str, str]]] = {
         "modified 64 add": ("128x64x4/2+8", "128x64x4+8"),
         "modified 96 add": ("128x32x4/2+8", "128x32x4+8"),
     },
-    # No room for a second output from here on: in parts of 64 columns it may have.
     (192, 128): {
         "full": ("128x128x2/2", "128x128x2"),
         "window": ("128x64x2/2", "128x64x2"),
@@ -101,6 +100,14 @@ _TABLE: dict[tuple[int, int], dict[str, tuple[str, str]]] = {
         "modified 128": ("128x128x2/2", "128x128x2"),
         "modified 64": ("128x64x3/2", "128x64x3"),
         "modified 96": ("128x32x4/2", "128x32x4"),
+        "full add": ("128x96x2/2+4", "128x96x2+4"),
+        "full 128 add": ("128x64x3/2+4", "128x64x3+4"),
+        "full 96 add": ("128x96x2/2+4", "128x96x2+4"),
+        "full 64 add": ("128x64x3/2+4", "128x64x3+4"),
+        "modified add": ("128x64x3/2+4", "128x64x3+4"),
+        "modified 128 add": ("128x64x3/2+4", "128x64x3+4"),
+        "modified 96 add": ("128x32x4/2+8", "128x32x4+8"),
+        "modified 64 add": ("128x64x3/2+4", "128x64x3+4"),
     },
     (192, 192): {
         "full": ("128x128x2/2", "128x128x2"),
@@ -112,6 +119,14 @@ _TABLE: dict[tuple[int, int], dict[str, tuple[str, str]]] = {
         "modified 128": ("128x64x2/2", "128x64x2"),
         "modified 64": ("128x64x2/2", "128x64x2"),
         "modified 96": ("128x32x4/2", "128x32x4"),
+        "full add": ("128x64x2/2+1", "128x96x2+1"),
+        "full 128 add": ("128x64x2/2+1", "128x64x3+1"),
+        "full 96 add": ("128x32x4/2+1", "128x96x2+1"),
+        "full 64 add": ("128x64x2/2+1", "128x64x3+1"),
+        "modified add": ("128x32x4/2+1", "128x32x4+1"),
+        "modified 128 add": ("128x32x4/2+1", "128x32x4+1"),
+        "modified 96 add": ("128x32x4/2+1", "128x32x4+1"),
+        "modified 64 add": ("128x32x4/2+1", "128x32x4+1"),
     },
     (256, 256): {
         "full": ("128x96x2/2", "128x128x2"),
@@ -123,6 +138,14 @@ _TABLE: dict[tuple[int, int], dict[str, tuple[str, str]]] = {
         "modified 128": ("128x64x2/2", "128x64x2"),
         "modified 64": ("128x64x2/2", "128x64x2"),
         "modified 96": ("128x32x4/2", "128x32x4"),
+        "full add": ("128x64x2/2+1", "128x64x3+1"),
+        "full 128 add": ("128x64x2/2+1", "128x64x3+1"),
+        "full 96 add": ("128x32x4/2+1", "128x32x4+1"),
+        "full 64 add": ("128x64x2/2+1", "128x64x3+1"),
+        "modified add": ("128x32x4/2+1", "128x32x4+1"),
+        "modified 128 add": ("128x32x4/2+1", "128x32x4+1"),
+        "modified 96 add": ("128x32x4/2+1", "128x32x4+1"),
+        "modified 64 add": ("128x32x4/2+1", "128x32x4+1"),
     },
 }
 
@@ -170,11 +193,6 @@ FP8_TILES: dict[tuple[int, int], dict[str, tuple[Rows, Rows]]] = {
 FP8_SMALL: dict[tuple[int, int], tuple[TileChoice, TileChoice]] = {
     kind: (_choice(rows, _FEW, cost), _choice(turned, _FEW, cost)) for kind, (rows, turned, cost) in _SMALL.items()
 }
-
-
-def can_add(kind: tuple[int, int]) -> bool:
-    """Whether kernels of a tile class exist that add partial outputs in float32."""
-    return "full add" in FP8_TILES[kind]
 
 
 def fp8_rows(

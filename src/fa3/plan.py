@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fa3.fp8_tiles import FP8_SMALL, FP8_TILES, can_add, fp8_rows
+from fa3.fp8_tiles import FP8_SMALL, FP8_TILES, fp8_rows
 from fa3.problem import Problem
 from fa3.quantization import default_block
 from fa3.spec import (
@@ -61,9 +61,10 @@ RESCALE_THRESHOLD = 8.0
 #: The same of e4m3, whose largest number is 448: a probability of 1 is 256 there, and may grow by 2**0.8.
 FP8_RESCALE_THRESHOLD = 0.8
 
-#: Keys from which on partial outputs of e4m3 are added in float32, unless the call says: of fewer the tensor core's
-#: sums lose less than the rounding of the probabilities.
-TWO_LEVEL_KEYS = 4096
+#: Keys from which on partial outputs of e4m3 are added in float32, unless the call says. The tensor core drops what
+#: lies below 14 bits or so of its sums, always towards 0: of 2048 values around 1 it loses some percent, as many as
+#: rounding them to e4m3 does, and of more keys more.
+TWO_LEVEL_KEYS = 2048
 
 
 #: Below so many rounds of the usual tiles a grid is small: its time is a few whole rounds, and smaller tiles or
@@ -156,7 +157,7 @@ def class_of(problem: Problem) -> tuple[int, int]:
 
 def adds_in_float32(problem: Problem) -> bool:
     """Whether partial outputs of e4m3 are to be added in float32."""
-    if problem.dtype != FP8 or problem.two_level is False or not can_add(class_of(problem)):
+    if problem.dtype != FP8 or problem.two_level is False:
         return False
     return problem.two_level is True or problem.seqlen_k > TWO_LEVEL_KEYS
 
@@ -202,10 +203,8 @@ def _fp8_reasons(problem: Problem, spec: ForwardSpec) -> Iterator[str]:
         yield "v comes transposed: tensor cores take it as it is"
     asked = "as asked" if problem.two_level is not None else f"{problem.seqlen_k} keys"
     if spec.promote:
-        yield f"partial outputs are added in float32 every {spec.promote} key tiles, {asked}"
-    elif problem.two_level or (problem.two_level is None and problem.seqlen_k > TWO_LEVEL_KEYS):
-        columns = f"({spec.head_dim}, {spec.head_dim_v})"
-        yield f"tensor cores add outputs, {asked}, though: tile class {columns} has no registers for float32 sums"
+        parts = f", in {spec.parts} parts of their columns" if spec.parts > 1 else ""
+        yield f"partial outputs are added in float32 every {spec.promote} key tiles{parts}, {asked}"
     else:
         yield f"tensor cores add outputs, with 14 bits or so, {asked}"
 
@@ -228,7 +227,7 @@ def computes(spec: ForwardSpec, problem: Problem) -> bool:
         and (spec.out_dtype, spec.key_block) == (problem.out_dtype, problem.k_block)
         and not (spec.fp8 and problem.v_transposed == bool(spec.transpose_stages))
         and not (problem.two_level is False and spec.promote)
-        and not (problem.two_level and can_add(kind) and not spec.promote)
+        and not (problem.two_level and not spec.promote)
     )
 
 
@@ -475,7 +474,7 @@ def fp8_specs() -> Iterator[ForwardSpec]:
         # (whether v is transposed, keys of a block)
         layouts = ((False, 0), (True, 0), (True, default_block(kind[0])[1])) if common else ((False, 0),)
         for mask, (transposed, key_block) in itertools.product(("full", "causal"), layouts):
-            for add in (False, True) if common and can_add(kind) else (False,):
+            for add in (False, True) if common else (False,):
                 for _, choice in fp8_rows(kind, mask, False, key_block, transposed, add):
                     yield make_spec(FP8, kind, mask, choice, key_block=key_block)
             small = FP8_SMALL[kind][transposed]

@@ -46,6 +46,10 @@ OUT_BYTES = 2
 #: The tile classes of FP8.
 FP8_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 
+#: Columns of the output of FP8 that are added to sums in float32 at once where there are no registers for all of them,
+#: and columns up to which there are.
+PART_COLUMNS, WHOLE_COLUMNS = 64, 128
+
 #: Keys of one WGMMA instruction of FP8, which tiles are a multiple of.
 FP8_KEYS = 32
 
@@ -146,6 +150,11 @@ class ForwardSpec(_Spec):
     def fp8(self) -> bool:
         """Whether q, k and v are e4m3."""
         return self.dtype == FP8
+
+    @property
+    def parts(self) -> int:
+        """Parts of the columns of PV that are multiplied one after the other, each added to sums in float32."""
+        return self.head_dim_v // PART_COLUMNS if self.promote and self.head_dim_v > WHOLE_COLUMNS else 1
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -265,8 +274,9 @@ class ForwardSpec(_Spec):
             raise ValueError("transpose_stages without warp_specialized: the producer's warps transpose")
         if self.key_block % self.tile_n:
             raise ValueError(f"key_block={self.key_block}: must be a multiple of tile_n={self.tile_n}, or 0")
-        if self.promote < 0:
-            raise ValueError(f"promote={self.promote}: allowed are 0 and up")
+        if self.promote < 0 or (self.promote > 1 and self.parts > 1):
+            allowed = "0 and 1" if self.parts > 1 else "0 and up"
+            raise ValueError(f"promote={self.promote}: allowed beside head_dim_v={self.head_dim_v} are {allowed}")
 
 
 #: (head_dim, head_dim_v) of the backward's tile classes. At most 128 columns a warpgroup owns 64 keys of a block

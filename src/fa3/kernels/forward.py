@@ -43,9 +43,10 @@ from .parts import (
 )
 from .parts.epilogue import Epilogue
 from .parts.extras import extra_types, name_extra_numbers, score_factors
+from .parts.fp8 import Fp8
 from .parts.mask import Mask
 from .parts.producer import Producer
-from .parts.work import Consumer, Extras, Load, Loads, Operands, PackedRows, Ring, RowScales, Shared, Sizes, Store, Work
+from .parts.work import Consumer, Extras, Load, Loads, Operands, PackedRows, Ring, Shared, Sizes, Store, Work
 
 #: (producer, consumer) registers of a thread for each number of consumer warpgroups, in steps of 8. A block
 #: owns what its threads got at the launch (64 K over the threads, rounded down to 8 a thread), and what the
@@ -60,7 +61,7 @@ for _consumers, (_producer, _consumer) in (*REGISTERS.items(), *TRANSPOSING_REGI
 DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, FP8: cutlass.Float8E4M3FN}
 
 
-class ForwardKernel(Producer, Epilogue):
+class ForwardKernel(Producer, Fp8, Epilogue):
     """Host launch and device code of one ``ForwardSpec``."""
 
     def __init__(self, spec: ForwardSpec):
@@ -244,10 +245,6 @@ class ForwardKernel(Producer, Epilogue):
     def pv_mma(self) -> cute.TiledMma:
         """O += P V of one warpgroup, P from registers, V with its columns contiguous, of FP8 with its keys."""
         return products.make_mma(self.dtype, self.head_dim_v, warpgroup.OperandSource.RMEM, self.v_major)
-
-    def sums_mma(self) -> cute.TiledMma:
-        """Row sums of P, eight times: its product with ones."""
-        return products.make_mma(self.dtype, products.SUM_COLUMNS, warpgroup.OperandSource.RMEM, OperandMajorMode.K)
 
     # ------------------------------------------------------------------ device
 
@@ -459,17 +456,9 @@ class ForwardKernel(Producer, Epilogue):
             layout.make_probability_operand(self.tile_n, self.dtype),
             cute.make_rmem_tensor(qk_mma.partition_shape_C((WGMMA_ROWS, self.tile_n)), Float32),
             output,
-            cute.make_rmem_tensor(output.layout, Float32) if const_expr(self.spec.promote) else output,
         )
         if const_expr(self.spec.fp8):
-            sums_mma = self.sums_mma()
-            ones = sums_mma.make_fragment_B(sums_mma.get_slice(0).partition_B(shared.ones))
-            sums = cute.make_rmem_tensor(sums_mma.partition_shape_C((WGMMA_ROWS, products.SUM_COLUMNS)), Float32)
-            operands = operands._replace(
-                next_p=layout.make_probability_operand(self.tile_n, self.dtype), ones=ones, sums=sums,
-                share_inverse=cute.make_rmem_tensor(1, Float32),
-                arrived=cute.make_rmem_tensor(2, Int32), next_scales=cute.make_rmem_tensor(2, Float32),
-            )  # fmt: skip
+            operands = self.with_fp8_operands(operands, shared)
         state = self.softmax_state.make(scale_log2)
 
         if const_expr(self.spec.pingpong):
@@ -542,15 +531,9 @@ class ForwardKernel(Producer, Epilogue):
 
             last = work.position + end - 1
             barriers.wait_full(loads.v_ready.full, last, self.stages)
-            v_tile = self.tile_at(operands.v, last)
-            accumulate = self.goes_on(end - first)
-            self.issue_pv(operands, v_tile, accumulate)
+            self.issue_pv(operands, last, end - first)
             warpgroup.wait_group(0)
-            barriers.release(loads.v_ready.empty, last, self.stages)
-            if const_expr(self.spec.fp8):
-                state.add_sums(operands.sums, self.share_inverse_of(operands))
-            if const_expr(self.spec.promote):
-                products.add_up(operands.output, operands.partial)
+            self.finish_pv(operands, state, loads, last, end - first, last=True)
         elif const_expr(self.spec.out_has_own_tile and not self.spec.pack_gqa):
             barriers.release(loads.q.empty + me.group, work.done, 1)
         if const_expr(self.mask == "window"):
@@ -641,10 +624,7 @@ class ForwardKernel(Producer, Epilogue):
             state.set_limits(scale_log2)
         # All that the products need is there before the turn is taken: nothing else holds them up.
         if const_expr(self.spec.fp8 and not first):
-            if operands.arrived[0] == 0:
-                barriers.wait_full(loads.k.full, position, self.stages)
-            if operands.arrived[1] == 0:
-                barriers.wait_full(loads.v_ready.full, position - 1, self.stages)
+            self.wait_for_tiles(loads, operands, position)
         else:
             barriers.wait_full(loads.k.full, position, self.stages)
             if const_expr(self.spec.qv):
@@ -652,7 +632,6 @@ class ForwardKernel(Producer, Epilogue):
             if const_expr(not first):
                 barriers.wait_full(loads.v_ready.full, position - 1, self.stages)
         k_tile = self.tile_at(operands.k, position)
-        v_tile = self.tile_at(operands.v, position - 1)
         if const_expr(self.spec.pingpong):
             barriers.take_turn(me.group)
         products.issue(self.qk_mma(), operands.scores, operands.q, k_tile, accumulate=False)
@@ -664,7 +643,7 @@ class ForwardKernel(Producer, Epilogue):
         if const_expr(self.spec.pingpong and not self.spec.fp8):
             barriers.give_turn(me.group, self.groups)
         if const_expr(not first):
-            self.issue_pv(operands, v_tile, self.goes_on(count))
+            self.issue_pv(operands, position - 1, count)
 
         # With overlap only the scores are waited for: PV runs on under the softmax.
         warpgroup.wait_group(1 if const_expr(self.spec.overlap and not first) else 0)
@@ -674,9 +653,7 @@ class ForwardKernel(Producer, Epilogue):
         moved = self.softmax_step(work, me, operands.scores, state, step, masked, factors, scale_log2, first)
 
         if const_expr(self.spec.fp8):
-            # Asked early, the next step does not wait for the answer.
-            operands.arrived[0] = barriers.has_arrived(loads.k.full, position + 1, self.stages)
-            operands.arrived[1] = barriers.has_arrived(loads.v_ready.full, position, self.stages)
+            self.look_ahead(loads, operands, position)
             products.round_to_fp8(operands.scores, operands.next_p)
         # At the first step the output is still zero: the references may move without a rescale.
         if const_expr(not first):
@@ -685,102 +662,41 @@ class ForwardKernel(Producer, Epilogue):
             elif const_expr(self.spec.overlap):
                 ptx.keep_before_here(state.total[0] + state.total[1])
             warpgroup.wait_group(0)
-            barriers.release(loads.v_ready.empty, position - 1, self.stages)
-            self.add_tile(operands, state, count, moved)
+            self.finish_pv(operands, state, loads, position - 1, count)
+            if moved:
+                if const_expr(self.spec.fp8):
+                    self.follow_references(operands, state)
+                else:
+                    softmax.scale_rows(layout.rows_and_columns(operands.output), state.factor)
         if const_expr(self.spec.fp8):
             self.keep_p(work, operands, factors)
         else:
             products.round_to(self.dtype, operands.scores, operands.p)
 
     @cute.jit
-    def add_tile(self, operands: Operands, state: softmax.State, count: Int32, moved: Boolean):
-        """After PV product number ``count``: bring sums up to date, and all sums to references that moved since."""
+    def issue_pv(self, operands: Operands, position: Int32, count: Int32):
+        """Issue PV product number ``count``, from 1 on, of a tile of work, with the v tile at ``position``."""
         if const_expr(self.spec.fp8):
-            state.add_sums(operands.sums, self.share_inverse_of(operands))
-        if const_expr(self.spec.promote):
-            if count % self.spec.promote == 0:
-                products.add_up(operands.output, operands.partial)
-        if moved:
-            softmax.scale_rows(layout.rows_and_columns(operands.output), state.factor)
-            if const_expr(self.spec.promote):
-                softmax.scale_rows(layout.rows_and_columns(operands.partial), state.factor)
-            if const_expr(self.spec.fp8):
-                state.scale_total()
+            self.issue_fp8_pv(operands, position, count)
+        else:
+            v_tile = self.tile_at(operands.v, position)
+            products.issue(self.pv_mma(), operands.output, operands.p, v_tile, accumulate=True)
 
     @cute.jit
-    def keep_p(self, work: Work, operands: Operands, factors: scales.Factors):
-        """Let the rounded probabilities of FP8 be the operand of the next PV product."""
-        # Bytes of a sink are even.
-        products.copy_words(operands.next_p, operands.p, work.extras.sink_bytes & 1)
-        if const_expr(self.spec.key_block):
-            operands.share_inverse[0] = factors.share_inverse
-
-    @cute.jit
-    def issue_pv(self, operands: Operands, v_tile: cute.Tensor, accumulate: Boolean | bool):
-        """Issue the PV product, of FP8 with the row sums of P."""
+    def finish_pv(
+        self,
+        operands: Operands,
+        state: softmax.State,
+        loads: Loads,
+        position: Int32,
+        count: Int32,
+        last: cutlass.Constexpr = False,
+    ):
+        """After the wait for the product."""
         if const_expr(self.spec.fp8):
-            products.issue_with_row_sums(
-                self.pv_mma(), operands.partial, operands.p, v_tile, accumulate,
-                self.sums_mma(), operands.sums, operands.ones,
-            )  # fmt: skip
+            self.finish_fp8_pv(operands, state, loads, position, count, last)
         else:
-            products.issue(self.pv_mma(), operands.partial, operands.p, v_tile, accumulate)
-
-    def share_inverse_of(self, operands: Operands) -> Float32 | None:
-        """What the sums of the tile of probabilities are multiplied by; with one scale a head nothing."""
-        return operands.share_inverse[0] if self.spec.key_block else None
-
-    def goes_on(self, count: Int32) -> Boolean | bool:
-        """Whether PV product number ``count`` of a tile of work, from 1 on, adds to what the ones before it made."""
-        return (count - 1) % self.spec.promote != 0 if self.spec.promote else True
-
-    @cute.jit
-    def with_scales(self, work: Work, me: Consumer) -> Consumer:
-        """The consumer with the scales of its rows of a tile of work: nothing is done yet with what is read."""
-        of = scales.Scales.of_numbers(work.extras.scales)
-        head_kv = work.head // work.sizes.heads_per_kv
-        row = work.first_row + WGMMA_ROWS * me.group
-        block = cutlass.max(cutlass.min(row, work.sizes.rows - 1), 0) // of.query_block
-        queries = scales.read(of.q, work.batch_index, work.head // of.query_heads, block)
-        keys, k_address, v_address = Float32(1.0), Int64(0), Int64(0)
-        if const_expr(self.spec.key_block):
-            k_address = scales.address_of_head(of.k, work.batch_index, head_kv)
-            v_address = scales.address_of_head(of.v, work.batch_index, head_kv)
-            output = scales.read(of.largest, work.batch_index, head_kv, Int32(0))
-        else:
-            keys = scales.read(of.k, work.batch_index, head_kv, Int32(0))
-            output = scales.read(of.v, work.batch_index, head_kv, Int32(0))
-        return me._replace(scales=RowScales(queries, keys, output, k_address, v_address))
-
-    @cute.jit
-    def factors_of(
-        self, work: Work, me: Consumer, step: Int32, operands: Operands, first: cutlass.Constexpr
-    ) -> scales.Factors | None:
-        """What scales make of the scores of a step; of 16-bit tensors nothing."""
-        factors = None
-        if const_expr(self.spec.key_block):
-            if const_expr(first):
-                self.read_scales(work, me, step, operands)
-            k_scale, v_scale = operands.next_scales[0], operands.next_scales[1]
-            factors = scales.factors_of_tile(me.scales.queries, k_scale, v_scale, me.scales.output)
-            self.read_scales(work, me, cutlass.min(step + 1, work.key_tiles - 1), operands)
-        elif const_expr(self.spec.fp8):
-            factors = scales.Factors(scales.factor_of(me.scales.queries, me.scales.keys), None, None)
-        return factors
-
-    def scale_of(self, state: softmax.State, factors: scales.Factors | None) -> Float32:
-        """Factor of the scores that come to the softmax, in log2 units."""
-        if not self.spec.fp8 or self.spec.softcap or self.score_mod is not None:
-            return state.scale_log2
-        return state.scale_log2 * factors.scores
-
-    @cute.jit
-    def read_scales(self, work: Work, me: Consumer, step: Int32, operands: Operands):
-        """Read the scales of a step's block of keys."""
-        of = scales.Scales.of_numbers(work.extras.scales)
-        block = self.key_tile_of(work, step) // (self.spec.key_block // self.tile_n)
-        operands.next_scales[0] = scales.read_block(me.scales.k_address, of.k, block)
-        operands.next_scales[1] = scales.read_block(me.scales.v_address, of.v, block)
+            barriers.release(loads.v_ready.empty, position, self.stages)
 
     def tile_at(self, operand: cute.Tensor, position: Int32) -> cute.Tensor:
         """The tile of a B operand in the stage of ``position``."""

@@ -166,6 +166,7 @@ class Producer:
                     address + barriers.stage_of(at, self.stages) * tile_bytes,
                     self.tile_n,
                     self.head_dim_v,
+                    transpose.AT_ONCE[self.groups],
                     warp,
                     lane,
                 )

@@ -63,10 +63,11 @@ class State(softmax.State):
         factor: Float32,
         threshold: cutlass.Constexpr,
     ):
-        """Move the limits of the rows that have a score beyond theirs; ``self.factor`` is what the past is multiplied by.
+        """Move the limits of the rows that have a score beyond theirs.
 
-        The largest score is then ``threshold`` below the limit, in log2 units. ``largest`` are the thread's largest
-        scores as bits (`softmax.row_max_bits`), ``factor`` is that of the scores.
+        ``self.factor`` is what the past is multiplied by. The largest score is then ``threshold`` below the limit, in
+        log2 units, or so much more that its probability is a power of two, which e4m3 holds exactly. ``largest`` are
+        the thread's largest scores as bits (`softmax.row_max_bits`), ``factor`` is that of the scores.
         """
         tops = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
         bits = cute.recast_tensor(tops, Int32)
@@ -79,12 +80,12 @@ class State(softmax.State):
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             top, limit = tops[r] * factor, self.reference[r]
             beyond = not (top <= limit)  # NaN is
-            offset = top - Float32(ROOM - threshold)
+            offset = top - Float32(math.floor(ROOM - threshold))
             # A row without keys has nothing to keep.
             past = -Float32.inf if limit == -Float32.inf else self.offset[r]
             self.factor[r] = cute.math.exp2(past - offset, fastmath=True) if beyond else Float32(1.0)
             self.offset[r] = offset if beyond else self.offset[r]
-            self.reference[r] = top + Float32(threshold) if beyond else limit
+            self.reference[r] = offset + Float32(ROOM) if beyond else limit
         self.set_limits(factor)
 
     @cute.jit

@@ -21,8 +21,8 @@ from .copies import swizzle_span
 WARPS = 3
 KEYS, COLUMNS = 32, 16
 
-#: Units of so many keys and columns that a warp has in flight.
-AT_ONCE = 2
+#: Consumer warpgroups -> units of so many keys and columns that a warp has in flight, as many as its registers take.
+AT_ONCE = {1: 3, 2: 3, 3: 2, 4: 2}
 
 #: Bytes of a row of a matrix that one lane has the address of.
 CHUNK = 16
@@ -53,26 +53,33 @@ def place_in_tile(
 
 @cute.jit
 def transpose_tile(
-    source: Int32, target: Int32, keys: cutlass.Constexpr, columns: cutlass.Constexpr, warp: Int32, lane: Int32
+    source: Int32,
+    target: Int32,
+    keys: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+    at_once: cutlass.Constexpr,
+    warp: Int32,
+    lane: Int32,
 ):
     """Transpose a tile; the addresses are of shared memory, multiples of 1024 bytes, ``warp`` is 0 to ``WARPS`` - 1.
 
-    Each warp has keys of its own, or columns: of the places, all but a few numbers are then known at compile time.
+    ``at_once`` units are in flight. Each warp has keys of its own, or columns: of the places, all but a few numbers are
+    then known at compile time.
     """
     if const_expr(keys % (WARPS * KEYS) == 0):
         key = warp * (keys // WARPS)
         units = [(k, c) for k in range(0, keys // WARPS, KEYS) for c in range(0, columns, COLUMNS)]
-        transpose_units(source, target, keys, columns, key, Int32(0), units, lane)
+        transpose_units(source, target, keys, columns, key, Int32(0), units, at_once, lane)
     else:
         rounds = columns // (WARPS * COLUMNS)
         units = [(k, i * WARPS * COLUMNS) for i in range(rounds) for k in range(0, keys, KEYS)]
-        transpose_units(source, target, keys, columns, Int32(0), warp * COLUMNS, units, lane)
+        transpose_units(source, target, keys, columns, Int32(0), warp * COLUMNS, units, at_once, lane)
         left = columns // COLUMNS - rounds * WARPS
         if const_expr(left > 0):
             if warp < left:
                 column = (rounds * WARPS + warp) * COLUMNS
                 others = [(k, 0) for k in range(0, keys, KEYS)]
-                transpose_units(source, target, keys, columns, Int32(0), column, others, lane)
+                transpose_units(source, target, keys, columns, Int32(0), column, others, at_once, lane)
 
 
 @cute.jit
@@ -84,6 +91,7 @@ def transpose_units(
     first_key: Int32,
     first_column: Int32,
     units: cutlass.Constexpr,
+    at_once: cutlass.Constexpr,
     lane: Int32,
 ):
     """Transpose units of a tile, each loaded while those before it are sorted and stored.
@@ -93,10 +101,10 @@ def transpose_units(
     """
     across, down = swizzle_span(columns), swizzle_span(keys)
     waiting = []
-    for n in cutlass.range_constexpr(len(units) + AT_ONCE):
-        if const_expr(n >= AT_ONCE):
-            key, column = units[n - AT_ONCE]
-            one, two, three, four = waiting[n - AT_ONCE]
+    for n in cutlass.range_constexpr(len(units) + at_once):
+        if const_expr(n >= at_once):
+            key, column = units[n - at_once]
+            one, two, three, four = waiting[n - at_once]
             row, slot = lane % COLUMNS, lane // COLUMNS * CHUNK
             place = place_in_tile(row, first_column + column, first_key, slot, columns, down, key)
             ptx.store_matrices(

@@ -149,11 +149,14 @@ class Operands(NamedTuple):
     p: cute.Tensor
     scores: cute.Tensor
     output: cute.Tensor
+    # Of FP8:
     #: What the PV products add up to: the output, or a part of it that is added to it in float32 now and then.
-    partial: cute.Tensor
-    #: Of FP8: the probabilities of the step before they take the place of ``p``; the ones by whose product with ``p``
-    #: the tensor core makes row sums, and the sums; what the sums of ``p`` are multiplied by, if anything.
+    partial: cute.Tensor | None = None
+    #: V in parts of its columns, if the products take it so.
+    v_parts: tuple = ()
+    #: The probabilities of this step before they take the place of ``p``.
     next_p: cute.Tensor | None = None
+    #: The ones by whose product with ``p`` the tensor core makes row sums, the sums, and what they are multiplied by.
     ones: cute.Tensor | None = None
     sums: cute.Tensor | None = None
     share_inverse: cute.Tensor | None = None
