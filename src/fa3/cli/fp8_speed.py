@@ -184,14 +184,15 @@ def rope_tables(positions: int, head_dim: int, device: torch.device) -> tuple[Te
     return angles.cos().float(), angles.sin().float()
 
 
-def rotate_tokens(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotate_tokens(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary embedding of halves, in float32, back in the dtype of q: what the bf16 side does in front of attention.
 
     Args:
-        q, k: (tokens, heads, head_dim): of all sequences, so that one compiled function serves all lengths.
-        cos, sin: (tokens, head_dim / 2).
+        q, k: (tokens, heads, head_dim), of all sequences one after the other.
+        cos, sin: (tokens, head_dim / 2), as if they were one: so shapes, and what is compiled, are those of all lengths.
+        positions: (tokens,), of each token in its own.
     """
-    cos, sin = cos[:, None], sin[:, None]
+    cos, sin = cos[positions][:, None], sin[positions][:, None]
 
     def rotated(x: Tensor) -> Tensor:
         first, second = x.float().chunk(2, dim=-1)
@@ -220,7 +221,8 @@ class Rotation:
             compiled = torch.compile(rotate_tokens, dynamic=False)
             compiled(*tensors)
         except Exception as error:  # no C compiler, no Triton: it fails in many ways
-            self.notes.append(f"rotary embedding not compiled: {type(error).__name__}: {str(error).splitlines()[:1]}")
+            first_line = (str(error).strip().splitlines() or [""])[0]
+            self.notes.append(f"rotary embedding not compiled: {type(error).__name__}: {first_line}")
             return
         self.function, self.name = compiled, "torch.compile"
 
@@ -230,13 +232,13 @@ def end_to_end_impls(rotation: Rotation) -> list[Impl]:
 
     def bf16(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
         batch, seqlen, heads, head_dim = q.shape
-        # Repeated: a row for each token, so that shapes are the same at all lengths.
-        cos, sin = (table.repeat(batch, 1) for table in rope_tables(seqlen, head_dim, q.device))
+        positions = torch.arange(seqlen, device=q.device).repeat(batch)
+        angles = *rope_tables(batch * seqlen, head_dim, q.device), positions
         rows = q.view(-1, heads, head_dim), k.view(-1, heads, head_dim)
-        rotation.choose(*rows, cos, sin)
+        rotation.choose(*rows, *angles)
 
         def call() -> object:
-            q_rotated, k_rotated = rotation.function(*rows, cos, sin)
+            q_rotated, k_rotated = rotation.function(*rows, *angles)
             return fa3.flash_attn_func(q_rotated.view(q.shape), k_rotated.view(k.shape), v, causal=causal)
 
         return call
