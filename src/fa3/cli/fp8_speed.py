@@ -189,7 +189,7 @@ def rotate_tokens(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Ten
 
     Args:
         q, k: (tokens, heads, head_dim), of all sequences one after the other.
-        cos, sin: (tokens, head_dim / 2), as if they were one: so shapes, and what is compiled, are those of all lengths.
+        cos, sin: (tokens, head_dim / 2), as if they were one: then one compiled function serves all lengths.
         positions: (tokens,), of each token in its own.
     """
     cos, sin = cos[positions][:, None], sin[positions][:, None]
