@@ -1,5 +1,6 @@
 """``fa3 accuracy``: what it compares with what, and what it writes."""
 
+import itertools
 import json
 
 import pytest
@@ -7,10 +8,15 @@ import torch
 
 import fa3
 from command_line import empty_store, figures_script, on_cpu, result  # noqa: F401
+from fa3 import fp8_ops
 from fa3.cli import accuracy, peers, plots
 from fa3.cli.main import main
 from fa3.numerics.fp8_error import CHOICES, rmse
-from fa3.quantization import rope_rows
+from fa3.plan import H200, plan
+from fa3.presets import shipped_specs
+from fa3.problem import Problem
+from fa3.quantization import default_block, rope_rows
+from fa3.quantize_plan import plan_quantize
 
 CPU = torch.device("cpu")
 
@@ -80,34 +86,34 @@ def accuracy_args(*arguments):
 class TestACase:
     @pytest.mark.parametrize("data", list(accuracy.DATA))
     def test_the_reference_is_float64_attention_of_some_queries(self, data):
-        problem = accuracy.Problem(case(data), CPU)
-        q, k, v = problem.q.double(), problem.k.double(), problem.v.double()
+        experiment = accuracy.Experiment(case(data), CPU)
+        q, k, v = experiment.q.double(), experiment.k.double(), experiment.v.double()
         if data.endswith("rope"):
             rope = accuracy.rope_tables(200, 64, CPU)
             q, k = rope_rows(q, rope), rope_rows(k, rope)
         expected = fa3.reference(q, k, v)[0]
-        torch.testing.assert_close(problem.expected, expected[:, problem.queries])
-        assert problem.error(expected) < 1e-12
-        assert problem.error(expected[:, problem.queries] + 0.5) == pytest.approx(0.5)
-        assert problem.queries.unique().numel() == 32
+        torch.testing.assert_close(experiment.expected, expected[:, experiment.queries])
+        assert experiment.error(expected) < 1e-12
+        assert experiment.error(expected[:, experiment.queries] + 0.5) == pytest.approx(0.5)
+        assert experiment.queries.unique().numel() == 32
 
     def test_fewer_rows_than_queries_are_all_compared(self):
-        problem = accuracy.Problem(case(seqlen=20), CPU)
-        assert problem.queries.tolist() == list(range(20))
+        experiment = accuracy.Experiment(case(seqlen=20), CPU)
+        assert experiment.queries.tolist() == list(range(20))
 
     @pytest.mark.parametrize("choice", CHOICES)
     def test_heads_are_emulated_one_by_one_as_they_are_together(self, choice):
-        problem = accuracy.Problem(case("channels-rope"), CPU)
-        x = problem.quantized(choice)
-        together = accuracy.emulate(x)[:, problem.queries]
-        assert problem.exact_sums(x) == pytest.approx(rmse(together, problem.expected), rel=1e-9)
+        experiment = accuracy.Experiment(case("channels-rope"), CPU)
+        x = experiment.quantized(choice)
+        together = accuracy.emulate(x)[:, experiment.queries]
+        assert experiment.exact_sums(x) == pytest.approx(rmse(together, experiment.expected), rel=1e-9)
         assert (x.seed is not None) == choice.endswith("incoherent")
 
     def test_eager_attention_rounds_to_16_bits_and_is_near_the_reference(self):
-        problem = accuracy.Problem(case(), CPU)
-        out = accuracy.eager(*problem.rounded(torch.float16))
+        experiment = accuracy.Experiment(case(), CPU)
+        out = accuracy.eager(*experiment.rounded(torch.float16))
         assert out.dtype is torch.float16
-        assert 1e-5 < problem.error(out) < 5e-4
+        assert 1e-5 < experiment.error(out) < 5e-4
 
     def test_rotary_angles_turn_by_their_position(self):
         cos, sin = accuracy.rope_tables(5, 8, CPU)
@@ -159,6 +165,50 @@ class TestKernels:
             for choice in ("tensor", "tensor, incoherent")
         }
         assert len(measured.rows) == 3 + 3 * len(CHOICES)
+
+
+class TestThePreset:
+    """``fa3 compile --preset accuracy`` has every kernel that a run on an H200 asks for."""
+
+    @pytest.mark.parametrize("data", ["paper", "channels-rope"])
+    def test_it_quantizes_in_every_way(self, data, monkeypatch):
+        specs, planned = set(shipped_specs("accuracy")), []
+        definition = fp8_ops.quantize_tensor
+
+        def quantize(x, *, seed, first_position, rope, **arguments):
+            assert (x.dtype, first_position) == (torch.bfloat16, 0)
+            call = {**arguments, "rows": "head" if arguments["rows"] == "tensor" else arguments["rows"]}
+            plan = plan_quantize(
+                **call, rope="fp32" if rope else "", dtype="bf16", batch=x.shape[0], seqlen=x.shape[1],
+                heads=x.shape[2], head_dim=x.shape[3], facts=H200,
+            )  # fmt: skip
+            planned.extend([plan.spec, *([plan.amax] if plan.amax else [])])
+            return definition(x, seed=seed, first_position=first_position, rope=rope, **arguments)
+
+        monkeypatch.setattr(fp8_ops, "quantize_tensor", quantize)
+        for head_dim in accuracy.HEAD_DIMS:
+            experiment = accuracy.Experiment(case(data, head_dim, seqlen=20), CPU)
+            for choice in CHOICES:
+                experiment.quantized(choice)
+        assert set(planned) <= specs
+        assert {spec.rope for spec in planned} == ({"", "fp32"} if data == "channels-rope" else {""})
+
+    def test_it_attends_in_every_way(self):
+        specs = set(shipped_specs("accuracy"))
+        for head_dim, seqlen in itertools.product(accuracy.HEAD_DIMS, accuracy.SEQLENS):
+            sizes = {
+                "batch": 1, "seqlen_q": seqlen, "seqlen_k": seqlen, "heads_q": accuracy.HEADS,
+                "heads_kv": accuracy.HEADS, "head_dim": head_dim, "head_dim_v": head_dim, "causal": False,
+                "softmax_scale": head_dim**-0.5,
+            }  # fmt: skip
+            for dtype in ("fp16", "bf16"):
+                assert plan(Problem(**sizes, dtype=dtype), H200).spec in specs
+            for (q_block, k_block), two_level in itertools.product(((0, 0), default_block(head_dim)), (False, True)):
+                problem = Problem(
+                    **sizes, dtype="e4m3", out_dtype="bf16", q_block=q_block, k_block=k_block,
+                    v_transposed=bool(k_block), two_level=two_level,
+                )  # fmt: skip
+                assert plan(problem, H200).spec in specs
 
 
 def test_the_official_function_is_that_of_the_package_that_is_found(monkeypatch):

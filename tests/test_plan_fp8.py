@@ -31,14 +31,15 @@ from problems import problem_of
 
 MOD = {"score_mod": "one:score", "score_aux": "f1"}
 MASK_MOD = {"mask_mod": "one:mask", "mask_aux": "i2"}
-LAYOUTS = tuple(itertools.product((False, True), (0, 64, 128)))
+LAYOUTS = tuple(itertools.product((False, True), (0, 64, 96, 128)))
 MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window_left": 100}}
 
 
 def fp8_problem(**changes) -> Problem:
-    """As `problem_of`, in e4m3; ``key_block`` is of both q and k."""
+    """As `problem_of`, in e4m3; with ``key_block`` q has blocks of 128."""
     blocks = changes.pop("key_block", 0)
-    return problem_of(**{"dtype": "e4m3", "out_dtype": "bf16", "q_block": blocks, "k_block": blocks, **changes})
+    of_q = 128 if blocks else 0
+    return problem_of(**{"dtype": "e4m3", "out_dtype": "bf16", "q_block": of_q, "k_block": blocks, **changes})
 
 
 # Tables -----------------------------------------------------------------------------------------------------------
@@ -64,7 +65,7 @@ def test_every_use_has_tiles_that_are_a_kernel(kind):
                     make_spec("e4m3", kind, mask, choice, softcap=True, **MOD, **{**MASK_MOD, **features}).validate()
                     assert choice.tile_m == BLOCK
     for choice in FP8_SMALL[kind]:
-        make_spec("e4m3", kind, "causal", choice, key_block=128).validate()
+        make_spec("e4m3", kind, "causal", choice, key_block=default_block(kind[0])[1]).validate()
 
 
 def test_a_row_may_be_for_keys_up_to_a_length(monkeypatch):
@@ -230,7 +231,9 @@ def test_shipped_kernels_are_few_and_valid_and_what_plans_ask_for():
     shipped = set(specs)
     for kind, mask, two_level in itertools.product(FP8_CLASSES, ("full", "causal"), (False, True)):
         common = kind in ((64, 64), (128, 128), (256, 256))
-        for transposed, key_block in ((False, 0), (True, 0), (True, 128)) if common else ((False, 0),):
+        for transposed, key_block in (
+            ((False, 0), (True, 0), (True, default_block(kind[0])[1])) if common else ((False, 0),)
+        ):
             if two_level and not common:
                 continue
             problem = fp8_problem(

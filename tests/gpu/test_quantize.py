@@ -8,18 +8,22 @@ import torch
 
 from fa3 import quantization
 from fa3.backends import hopper_quantize
+from fa3.errors import FA3Error
 
 HEAD_DIMS = tuple(range(16, 257, 16))
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(autouse=True)
-def _compiles():
-    """Every variant is asked for here, few ship."""
+def quantize(x, **options):
+    """The kernel's answer, or a skip where it is neither in the store nor can be compiled: few of these ship."""
     from fa3.compiler.target import dsl_installed
 
-    if not dsl_installed():
-        pytest.skip("no compiler here")
+    try:
+        return hopper_quantize.quantize_tensor(x, **options)
+    except FA3Error:
+        if dsl_installed():
+            raise
+        pytest.skip("a kernel is not in the store, and no compiler here")
 
 
 def random(batch, seqlen, heads, head_dim, dtype=torch.bfloat16, gaps=0):
@@ -42,7 +46,7 @@ def both(x, **options):
     poison = [torch.full(t.shape, 0x7F, dtype=torch.uint8, device="cuda") for t in expected[:1] * 3]
     poison += [torch.full(expected[1].shape, math.nan, device="cuda") for _ in range(3)]
     del poison
-    return (*hopper_quantize.quantize_tensor(x, **options), *expected)
+    return (*quantize(x, **options), *expected)
 
 
 def assert_same(values, scale, expected, expected_scale):
@@ -140,9 +144,9 @@ def test_nothing_gives_nothing(rows):
 
 def test_a_hundred_repeats_agree_bitwise():
     x = random(2, 1000, 8, 256)
-    first, first_scale = hopper_quantize.quantize_tensor(x, rows=128, rotate=True)
+    first, first_scale = quantize(x, rows=128, rotate=True)
     different = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(100):
-        values, scale = hopper_quantize.quantize_tensor(x, rows=128, rotate=True)
+        values, scale = quantize(x, rows=128, rotate=True)
         different += (values.view(torch.uint8) != first.view(torch.uint8)).sum() + (scale != first_scale).sum()
     assert different.item() == 0

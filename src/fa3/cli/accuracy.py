@@ -7,7 +7,8 @@ parentheses: the error of a kernel, over that of the same e4m3 tensors with exac
 
 Data: paper: N(0, 1), and one entry of a thousand about 10 times as large; channels: two columns of q and k 20 to 50
 times as large; key-channels: of k alone; with -rope: before a rotary embedding.
-Without a GPU there is no kernel, and the table holds the emulation.
+Without a GPU there is no kernel, and the table holds the emulation. `fa3 compile --preset accuracy` before
+a run leaves its seconds to the measurement.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ TIME_LIMIT = 100.0
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: batch 1, as many queries as keys, no mask."""
+    """One experiment: batch 1, as many queries as keys, no mask."""
 
     data: str
     head_dim: int
@@ -170,7 +171,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores.softmax(dim=-1) @ v).transpose(1, 2)
 
 
-class Problem:
+class Experiment:
     """The tensors of a case, and the errors of what is computed of them."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
@@ -199,7 +200,15 @@ class Problem:
         """q, k and v as one of the `CHOICES` has them."""
         block, incoherent = CHOICES[choice]
         return fa3.quantize_qkv(
-            self.q, self.k, self.v, rope=self.rope, incoherent=incoherent, seed=self.case.seed, block=block
+            self.q,
+            self.k,
+            self.v,
+            rope=self.rope,
+            incoherent=incoherent,
+            seed=self.case.seed,
+            block=block,
+            # Peers take whole heads, and read v in rows.
+            v_layout="row" if block else "transposed",
         )
 
     def error(self, out: Tensor) -> float:
@@ -224,12 +233,12 @@ def _quantized_calls(
         yield Line("official", "e4m3", choice), partial(official, x.q, x.k, x.v, **scales)
 
 
-def _of_16_bits(problem: Problem, dtype: torch.dtype) -> float:
-    return problem.error(_tensor_of(fa3.flash_attn_func(*problem.rounded(dtype))))
+def _of_16_bits(experiment: Experiment, dtype: torch.dtype) -> float:
+    return experiment.error(_tensor_of(fa3.flash_attn_func(*experiment.rounded(dtype))))
 
 
-def _error_of(problem: Problem, call: Callable[[], object]) -> float:
-    return problem.error(_tensor_of(call()))
+def _error_of(experiment: Experiment, call: Callable[[], object]) -> float:
+    return experiment.error(_tensor_of(call()))
 
 
 def _tensor_of(answer: object) -> Tensor:
@@ -248,7 +257,7 @@ def measure(
     kernels: bool,
 ) -> None:
     """Add the rows of one case: 16 bits in PyTorch and the emulation, and all ``kernels`` where there are some."""
-    problem = Problem(case, device)
+    experiment = Experiment(case, device)
 
     def add(line: Line, call: Callable[[], float], exact_sums: float | None = None) -> None:
         try:
@@ -259,17 +268,17 @@ def measure(
             return
         measured.rows.append(_row(case, line, error, exact_sums))
 
-    q, k, v = problem.rounded(torch.float16)
-    add(Line("eager", "fp16"), lambda: problem.error(eager(q[:, problem.queries], k, v)))
+    q, k, v = experiment.rounded(torch.float16)
+    add(Line("eager", "fp16"), lambda: experiment.error(eager(q[:, experiment.queries], k, v)))
     if kernels:
         for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
-            add(Line("fa3", name), partial(_of_16_bits, problem, dtype))
+            add(Line("fa3", name), partial(_of_16_bits, experiment, dtype))
     for choice in CHOICES:
-        x = problem.quantized(choice)
-        exact_sums = problem.exact_sums(x)
+        x = experiment.quantized(choice)
+        exact_sums = experiment.exact_sums(x)
         if kernels:
             for line, call in _quantized_calls(x, choice, official):
-                add(line, partial(_error_of, problem, call), exact_sums)
+                add(line, partial(_error_of, experiment, call), exact_sums)
         measured.rows.append(_row(case, Line("exact sums", "e4m3", choice), exact_sums))
 
 
