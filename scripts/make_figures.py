@@ -35,15 +35,33 @@ PICTURES = {
     "speed-bwd": ("backward.png", "Backward speed of fa3 and of its peers by sequence length"),
     "training": ("training.png", "Losses and step times of a small GPT with fa3 and with other attention"),
     "accuracy": ("fp8-accuracy.svg", "Errors of attention in e4m3 and in 16 bits by sequence length"),
+    "fp8-speed": ("fp8-speed.svg", "Speed of attention in e4m3 and in bf16 by sequence length"),
 }
 #: Kinds of result files that are shown.
-KINDS = (*PICTURES, "odd", "gqa-bwd", "speed-fwd+bwd", "fp8-speed")
+KINDS = (*PICTURES, "odd", "gqa-bwd", "speed-fwd+bwd")
 #: Columns of the tables, in this order.
 IMPLS = ("fa3", "fa3-det", "official", "fa4", "cudnn", "fa2")
 TABLE_SEQLENS = (1024, 4096, 16384)
 #: Of the errors of e4m3: sequence lengths, and head dim and length at which kinds of data are compared.
 ACCURACY_SEQLENS = (1024, 8192, 32768, 131072)
 ACCURACY_CASE = (128, 8192)
+#: Columns of the speed of e4m3, and what the rows of its quantize pass are called.
+FP8_COLUMNS = {
+    "official": "official",
+    "fa3-rows": "v in rows",
+    "fa3-transposed": "V^T",
+    "fa3-blocks": "V^T, blocks",
+    "fa3-two-level": "V^T, two levels",
+    "fa3-bf16": "bf16",
+}
+FP8_PASSES = {
+    "q-blocks": "q, rotated, a scale a block",
+    "q-blocks-rope": "q, RoPE, rotated, a scale a block",
+    "v-rows": "v in rows, a scale a block",
+    "v-transposed": "V^T, a scale a block",
+    "q-head": "q, rotated, a scale a head",
+    "copy": "copy",
+}
 #: Short and odd shapes that the README shows, the first of the file; the file has them all.
 TABLE_SHAPES = 8
 
@@ -143,6 +161,76 @@ def _error_table(
             texts.append(text if ratio is None else f"{text} ({ratio:.2f})")
         if any(texts):
             lines.append(f"| {label} | " + " | ".join(texts) + " |")
+    return lines
+
+
+def fp8_attention_table(result: dict[str, Any], regime: str = "burst") -> list[str]:
+    """Markdown table of TFLOPS of e4m3, in steady state with clock and power; the fastest of a line is bold.
+
+    Beside them the speed of v in rows, which the official kernel reads too, and of the fastest e4m3 of fa3, as a
+    multiple of the official one's.
+    """
+    rows = [row for row in result["rows"] if (row["part"], row["regime"]) == ("attention", regime)]
+    impls = [impl for impl in FP8_COLUMNS if any(row["impl"] == impl for row in rows)]
+    names = [FP8_COLUMNS[impl] for impl in impls]
+    lines = [
+        "| head dim | mask | sequence | " + " | ".join(names) + " | rows / official | best / official |",
+        "| --- | --- | --- |" + " --- |" * (len(impls) + 2),
+    ]
+    for d, causal, s in sorted({(row["d"], row["causal"], row["s"]) for row in rows}):
+        if s not in TABLE_SEQLENS:
+            continue
+        found = {row["impl"]: row for row in rows if (row["d"], row["causal"], row["s"]) == (d, causal, s)}
+        fastest = max(row["tflops"] for row in found.values())
+        texts = []
+        for impl in impls:
+            row = found.get(impl)
+            if row is None:
+                texts.append("")
+                continue
+            text = f"**{row['tflops']:.0f}**" if row["tflops"] == fastest else f"{row['tflops']:.0f}"
+            if regime == "steady" and row["clock_mhz"] and row["watts"]:
+                text += f" ({row['clock_mhz']:.0f} MHz, {row['watts']:.0f} W)"
+            texts.append(text)
+        ours = {
+            impl: row["to_official"]
+            for impl, row in found.items()
+            if impl.startswith("fa3") and row["dtype"] == "e4m3" and row["to_official"]
+        }
+        ratios = [ours.get("fa3-rows"), max(ours.values(), default=None)]
+        texts += ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        lines.append(f"| {d} | {'causal' if causal else 'full'} | {s} | " + " | ".join(texts) + " |")
+    return lines
+
+
+def fp8_quantize_table(result: dict[str, Any]) -> list[str]:
+    """Markdown table of the quantize pass: GB/s, and the share of a copy's."""
+    rows = [row for row in result["rows"] if row["part"] == "quantize"]
+    head_dims = sorted({row["d"] for row in rows})
+    lines = ["| | " + " | ".join(f"head dim {d}" for d in head_dims) + " |", "| --- |" + " --- |" * len(head_dims)]
+    for name, words in FP8_PASSES.items():
+        found = {row["d"]: row for row in rows if row["impl"] == name}
+        texts = [f"{found[d]['gb_per_s']:.0f} ({found[d]['of_copy']:.2f})" if d in found else "" for d in head_dims]
+        lines.append(f"| {words} | " + " | ".join(texts) + " |")
+    return lines
+
+
+def fp8_end_to_end_table(result: dict[str, Any]) -> list[str]:
+    """Markdown table of RoPE and attention together: milliseconds in bf16 and in FP8, and how many times as fast."""
+    rows = [row for row in result["rows"] if row["part"] == "end-to-end"]
+    seqlens = sorted({row["s"] for row in rows})
+    lines = [
+        "| head dim | mask | " + " | ".join(str(s) for s in seqlens) + " |",
+        "| --- | --- |" + " --- |" * len(seqlens),
+    ]
+    for d, causal in sorted({(row["d"], row["causal"]) for row in rows}):
+        texts = []
+        for s in seqlens:
+            found = {row["impl"]: row for row in rows if (row["d"], row["causal"], row["s"]) == (d, causal, s)}
+            both = "bf16" in found and "fp8" in found
+            times = f"{found['bf16']['ms']:.2f} → {found['fp8']['ms']:.2f}" if both else ""
+            texts.append(f"{times} ({found['fp8']['to_bf16']:.2f})" if both else "")
+        lines.append(f"| {d} | {'causal' if causal else 'full'} | " + " | ".join(texts) + " |")
     return lines
 
 
@@ -275,7 +363,24 @@ def fp8_speed_block(results: Results) -> str:
     lines: list[str] = []
     if "fp8-speed" in results:
         path, result = results["fp8-speed"]
-        lines += ["Forward, TFLOPS in short bursts:", "", *speed_table(result), "", origin(path, result, "../"), ""]
+        parts = {row["part"] for row in result["rows"]}
+        steady = any(row["regime"] == "steady" for row in result["rows"])
+        lines += [f"![{PICTURES['fp8-speed'][1]}](images/{PICTURES['fp8-speed'][0]})", ""]
+        lines += ["Attention of the same e4m3 numbers, TFLOPS in short bursts, 16k tokens in all; the last columns are"]
+        lines += ["multiples of the official kernel's speed:", "", *fp8_attention_table(result), ""]
+        if steady:
+            lines += ["The same in steady state, at the power limit:", ""]
+            lines += [*fp8_attention_table(result, "steady"), ""]
+        if "quantize" in parts:
+            lines += ["The quantize pass over 64 MiB, GB/s of bytes that must be moved; in parentheses the share of a"]
+            lines += ["copy's. A scale a head needs two passes, which read twice and are counted once:", ""]
+            lines += [*fp8_quantize_table(result), ""]
+        if "end-to-end" in parts:
+            lines += ["RoPE and attention of bf16 q, k and v, milliseconds: RoPE in float32 by "]
+            lines[-1] += f"{result.get('rope', 'PyTorch')} and"
+            lines += ["`flash_attn_func` → `flash_attn_fp8_func(rope=...)`; in parentheses how many times as fast:", ""]
+            lines += [*fp8_end_to_end_table(result), ""]
+        lines += [origin(path, result, "../"), ""]
     return _block("fp8-speed", lines)
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 import fa3
 from fa3.cli import bench, peers
 from fa3.cli.files import check_output, write_result
+from fa3.cli.fp8_speed import rope_tables
 from fa3.cli.timing import Sensors
 from fa3.numerics.fp8_error import CHOICES, emulate, exact, make_inputs
 from fa3.quantization import QuantizedQKV, rope_rows
@@ -54,8 +55,6 @@ CPU_SEQLENS = (256, 1024)
 HEADS = 4
 QUERIES = 256
 SEED = 0
-#: Base of the angles of the rotary embedding.
-ROPE_BASE = 10000.0
 TIME_LIMIT = 100.0
 
 
@@ -144,13 +143,6 @@ def choose_cases(args: argparse.Namespace, on_gpu: bool) -> list[Case]:
 
 
 # One case -----------------------------------------------------------------------------------------------------------
-
-
-def rope_tables(positions: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of a rotary embedding, (positions, head_dim / 2), float32."""
-    frequencies = ROPE_BASE ** (-2.0 * torch.arange(head_dim // 2, dtype=torch.float64, device=device) / head_dim)
-    angles = torch.arange(positions, dtype=torch.float64, device=device)[:, None] * frequencies
-    return angles.cos().float(), angles.sin().float()
 
 
 def _by_head(function: Callable[[int], Tensor], heads: int) -> Tensor:

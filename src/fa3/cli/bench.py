@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import fa3
-from fa3.cli import gradients, odd, peers, plots, sweep
+from fa3.cli import fp8_speed, gradients, odd, peers, plots, sweep
 from fa3.cli.files import check_output, positive_integer, write_result
 from fa3.cli.measure import (
     DTYPES,
@@ -58,6 +58,10 @@ MASKS = ("full", "causal")
 SHAPE_OPTIONS = ("cells", "head_dims", "masks", "seqlens", "tokens", "hidden")
 OF_THE_GRID = (*SHAPE_OPTIONS, "steady", "quick", "png")
 STEADY = "16384"
+#: Kinds of runs whose shapes are fixed, with those of the options above, or ``impls``, that they have a use for.
+_USES: dict[str, tuple[str, ...]] = {"sweep": ("head_dims",), "odd": ("impls",), "fp8": ("quick",)}
+#: Kinds of runs that do not ask for all peers.
+_KERNELS_OF = {"sweep": ("fa3",), "fp8-speed": ("fa3", "official")}
 
 #: Rounds of bursts, and of steady runs, that go over all implementations of a cell.
 BURST_ROUNDS = 11
@@ -100,6 +104,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sweep", action="store_true", help="all candidate tiles, for the tile tables; needs preset sweep"
     )
     kind.add_argument("--odd", action="store_true", help="short, odd and windowed shapes, with the host's cost")
+    kind.add_argument(
+        "--fp8", action="store_true", help="e4m3: attention beside the official kernel, quantization, and both"
+    )
     kind.add_argument("--host", action="store_true", help="host time of a call, at a tiny shape")
     kind.add_argument(
         "--gqa", action="store_true", help="shapes whose query heads share K/V heads, in place of the grid"
@@ -312,11 +319,11 @@ def run(args: argparse.Namespace) -> int:
         plots.require()
         check_output("--png", args.png)
     steady_seqlens = _steady_seqlens(STEADY if args.steady is None else args.steady, cells, on_gpu and not args.quick)
-    names = ("fa3",) if args.sweep else tuple(args.impls.split(",")) if args.impls else None
+    names = tuple(args.impls.split(",")) if args.impls else _KERNELS_OF.get(_kind(args))
     impls, missing = peers.find(device, names, args.direction)
     sensors = Sensors(device)
     result = {"kind": _kind(args), **facts(device, sensors, impls, missing, args.commit)}
-    if args.sweep or args.odd:
+    if args.sweep or args.odd or args.fp8:
         return _run_shapes(args, result, device, sensors, impls, begin)
     # A graph cannot be made from tensors of inference mode.
     with torch.inference_mode() if args.direction == "fwd" else torch.enable_grad():
@@ -359,9 +366,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_kind(args: argparse.Namespace) -> None:
     """Raise ``ValueError`` for options that the kind of run has no use for, and for a kind that cannot run here."""
-    kind = _kind(args)
-    if kind in ("sweep", "odd"):
-        allowed = ("head_dims",) if kind == "sweep" else ("impls",)
+    kind = _kind(args).removesuffix("-speed")
+    if kind in _USES:
+        allowed = _USES[kind]
         for name in (*OF_THE_GRID, "impls"):
             # An option that was not given is None or, a flag, False.
             if name not in allowed and getattr(args, name) not in (None, False):
@@ -370,15 +377,18 @@ def _check_kind(args: argparse.Namespace) -> None:
         for name in SHAPE_OPTIONS:
             if getattr(args, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')}: --gqa has no use for it")
-    if args.direction != "fwd" and kind in ("sweep", "odd", "ablation", "host"):
+    if args.direction != "fwd" and kind in ("sweep", "odd", "fp8", "ablation", "host"):
         raise ValueError(f"--direction {args.direction}: --{kind} measures the forward alone")
     if kind == "ablation" and args.dtype not in (None, "fp16"):
         raise ValueError(f"--ablation --dtype {args.dtype}: the ablation is the paper's, in fp16")
+    if kind == "fp8" and args.dtype is not None:
+        raise ValueError(f"--fp8 --dtype {args.dtype}: it measures e4m3, and bf16 beside it")
     if kind == "sweep" and args.head_dims:
         sweep.tile_classes(parse_integers("--head-dims", args.head_dims))
-    if kind in ("ablation", "sweep", "odd") and not (
-        torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    ):
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    # A quick run of tiny shapes, of the tiled backend, shows on a CPU that everything works.
+    tried_out = kind == "fp8" and args.quick and not torch.cuda.is_available()
+    if kind in ("ablation", *_USES) and not (on_hopper or tried_out):
         raise ValueError(f"--{kind} measures fa3's own kernels: it needs a Hopper GPU")
 
 
@@ -400,13 +410,17 @@ def _run_shapes(
     impls: Sequence[Impl],
     begin: float,
 ) -> int:
-    """``fa3 bench --sweep`` and ``--odd``: one line a shape. Returns as `run`."""
+    """``fa3 bench --sweep``, ``--odd`` and ``--fp8``: one line a shape. Returns as `run`."""
     dtype, notes = DTYPES[args.dtype or "bf16"], result["notes"]
     measured: Iterator[tuple[list[Row], str]]
     if args.sweep:
         kinds = sweep.tile_classes(parse_integers("--head-dims", args.head_dims) if args.head_dims else None)
         shapes = _in_time(sweep.shapes(kinds), args.limit, begin, notes)
         measured = (([row], sweep.describe(row)) for row in sweep.sweep(device, dtype, shapes, sensors))
+    elif args.fp8:
+        shapes = _in_time(fp8_speed.jobs(args.quick), args.limit, begin, notes)
+        groups = fp8_speed.measure(device, shapes, impls, sensors, result, args.quick)
+        measured = ((rows, fp8_speed.describe(rows)) for rows in groups)
     else:
         shapes = _in_time(odd.SHAPES, args.limit, begin, notes)
         measured = ((rows, odd.describe(rows)) for rows in odd.measure_odd(device, dtype, shapes, impls, notes))
@@ -416,6 +430,8 @@ def _run_shapes(
             print(line, flush=True)
             write_result(result, args.json)
     write_result(result, args.json)
+    if args.fp8 and result["rows"]:
+        print(fp8_speed.summary(result["rows"]))
     for note in notes:
         print(f"note: {note}")
     for name, reason in result["missing"].items():
@@ -429,6 +445,8 @@ def _kind(args: argparse.Namespace) -> str:
     for kind in ("sweep", "odd"):
         if getattr(args, kind):
             return kind
+    if args.fp8:
+        return "fp8-speed"
     if args.host or args.ablation:
         return "host" if args.host else "ablation"
     kind = "gqa" if args.gqa else "speed"

@@ -101,6 +101,10 @@ class Entrant:
     spec: str | None = None
 
 
+#: What `enter` compares answers by.
+Differs = Callable[[Impl, Any, Any, Impl], str | None]
+
+
 class Named(Protocol):
     """What `enter` asks of a cell, besides the name that notes call it by: its text."""
 
@@ -114,8 +118,13 @@ def enter(
     tensors: list[tuple[Tensor, ...]],
     device: torch.device,
     notes: list[str],
+    differs: Differs | None = None,
 ) -> list[Entrant]:
-    """Bind every implementation to the inputs, run it once, compare its answer with the first one's, and time it."""
+    """Bind every implementation to the inputs, run it once, compare its answer with the first one's, and time it.
+
+    ``differs`` says of an implementation, its answer, the first one's and who that is how the answer differs, or
+    ``None``; by default outputs are as near as 16 bits are.
+    """
     entrants: list[Entrant] = []
     expected: Any = None
     for impl, spec in impls:
@@ -133,7 +142,7 @@ def enter(
             continue
         if expected is None:
             expected = out
-        problem = _disagreement(impl, out, expected, entrants[0].impl if entrants else impl)
+        problem = (differs or _disagreement)(impl, out, expected, entrants[0].impl if entrants else impl)
         if problem is not None:
             notes.append(f"{cell}: {label} differs from {entrants[0].impl.name if entrants else label}: {problem}")
         entrants.append(Entrant(impl, calls, ms, spec))

@@ -25,6 +25,12 @@ COLOURS = {
     "cudnn": "#7fb069",
     "fa2": "#b7b7b7",
     "tiled": "#d1495b",
+    # Those of e4m3.
+    "fa3-rows": "#e8a4ad",
+    "fa3-transposed": "#d1495b",
+    "fa3-blocks": "#8f2d3b",
+    "fa3-two-level": "#edae49",
+    "fa3-bf16": "#5a5a5a",
     # Those of a training run.
     "math": "#30638e",
     "best": "#7fb069",
@@ -38,6 +44,11 @@ LABELS = {
     "cudnn": "cuDNN (SDPA)",
     "fa2": "FlashAttention-2 (SDPA)",
     "tiled": "fa3, tiled backend",
+    "fa3-rows": "fa3, v in rows",
+    "fa3-transposed": "fa3, V^T",
+    "fa3-blocks": "fa3, V^T, scales of blocks",
+    "fa3-two-level": "fa3, V^T, two levels",
+    "fa3-bf16": "fa3 in bf16",
 }
 
 
@@ -86,6 +97,8 @@ def figure_of(result: Row, regime: str | None = None) -> Figure:
         return _training(rows, _subtitle(result))
     if result["kind"] == "accuracy":
         return _accuracy(rows, _subtitle(result))
+    if result["kind"] == "fp8-speed":
+        return _fp8_speed(rows, _subtitle(result))
     if result["kind"] == "host":
         return _bars(
             [LABELS[row["impl"]] for row in rows],
@@ -160,6 +173,19 @@ def _speed(rows: Sequence[Row], title: str) -> Figure:
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.suptitle(title, fontsize=10)
     return figure
+
+
+def _fp8_speed(rows: Sequence[Row], title: str) -> Figure:
+    """Panels as of other speed: attention alone, at head dims that several lengths were measured at."""
+    found = [row for row in rows if row["part"] == "attention" and row["regime"] == "burst"]
+    lengths: dict[int, set[int]] = {}
+    for row in found:
+        lengths.setdefault(row["d"], set()).add(row["s"])
+    most = max((len(seqlens) for seqlens in lengths.values()), default=0)
+    if not most:
+        raise ValueError("the result file has no rows of attention to draw")
+    shown = [row for row in found if most == 1 or len(lengths[row["d"]]) > 1]
+    return _speed(shown, f"{title}, e4m3 and bf16, burst")
 
 
 def _bars(labels: Sequence[str], values: Sequence[float], colours: Sequence[str], unit: str, title: str) -> Figure:
