@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import e4m3_on_host
+import matrices_on_host
 from fa3.kernels.parts import barriers, ptx
 
 
@@ -45,6 +46,10 @@ def _compiled(entry: Callable[..., None], types: tuple[type, ...], constants: tu
         patch.setattr(ptx, "pack_pair", _pack_pair)
         patch.setattr(ptx, "unpack", _unpack)
         patch.setattr(ptx, "pack_four", e4m3_on_host.pack_four)
+        patch.setattr(cute.arch, "prmt", matrices_on_host.permute_bytes)
+        patch.setattr(ptx, "load_matrices_transposed", matrices_on_host.load_matrices_transposed)
+        patch.setattr(ptx, "store_matrices", matrices_on_host.store_words)
+        patch.setattr(ptx, "store_pair", matrices_on_host.store_words)
         patch.setattr(barriers, "sync_group", lambda group: None)
         return cute.compile(entry, *(t(0) for t in types), *constants, options="--gpu-arch sm_90a")
 
