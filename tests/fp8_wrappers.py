@@ -271,7 +271,7 @@ def layout_of_tile(out_address: Int64, rows: cutlass.Constexpr, columns: cutlass
 
 @cute.jit
 def sorted_columns(stores_address: Int64, columns: cutlass.Constexpr):
-    """An out tile whose elements are row + 64 * accumulator column; stores (thread, call, 5: byte, two words, unused)."""
+    """An out tile whose elements are row + 64 * accumulator column; stores (thread, call, 5: byte, words, unused)."""
     calls = columns // 8
     matrices_on_host.begin(None, None, table(stores_address, Int32, (WARPGROUP_THREADS, calls, 5)))
     values = cute.make_rmem_tensor(columns // 2, cutlass.Int16)

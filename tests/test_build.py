@@ -26,7 +26,7 @@ from fa3.compiler.build import Artifact, Outcome, Worker, build, compile_many, r
 from fa3.compiler.store import Store
 from fa3.compiler.target import RUNTIME_LIBRARY, Target, default_target, runtime_library
 from fa3.errors import CompileError, StoreError
-from fa3.plan import H200, make_spec
+from fa3.plan import H200, make_spec, plan
 from fa3.tiles import PACKED, TileChoice
 from problems import problem_of
 from toy_kernels import ToySpec
@@ -301,6 +301,42 @@ def test_kernels_of_gradients_keep_their_promises(
         for spec in (planned.prepare, planned.main, planned.finish):
             made = worker.build(spec)
             assert inspect.check(spec, inspect.report(inspect.cubin_of(made.shared_object))) == []
+
+
+@pytest.mark.parametrize(
+    ("problem", "transposes"),
+    [
+        ({"head_dim": 128, "head_dim_v": 128, "causal": True}, True),
+        (
+            {
+                "head_dim": 256,
+                "head_dim_v": 256,
+                "v_transposed": True,
+                "q_block": 128,
+                "k_block": 128,
+                "two_level": True,
+            },
+            False,
+        ),
+    ],
+    ids=["rows", "parts"],
+)
+def test_kernels_of_e4m3_keep_their_promises_and_transpose_v_if_it_lies_in_rows(
+    problem: dict[str, Any], transposes: bool
+) -> None:
+    spec = plan(problem_of(dtype="e4m3", out_dtype="bf16", **problem), H200).spec
+    assert bool(spec.transpose_stages) is transposes
+    assert (spec.parts > 1) is not transposes
+    with Worker(TARGET) as worker:
+        made = worker.build(spec)
+    assert inspect.check(spec, inspect.report(inspect.cubin_of(made.shared_object))) == []
+    code = inspect.disassemble(inspect.cubin_of(made.shared_object))
+    # Products are those of FP8, the row sums among them; matrices are read from shared memory to be transposed alone.
+    assert re.search(rf"\bQGMMA\.64x{spec.tile_n}x32\.F32\.E4M3\.E4M3\b", code)
+    assert re.search(r"\bQGMMA\.64x8x32\b", code)
+    assert not re.search(r"\bHGMMA\b", code)
+    assert bool(re.search(r"\bLDSM\.16\.MT88\.4\b", code)) is transposes
+    assert re.search(r"\bSTSM\.16\.M88\.4\b", code)
 
 
 def test_a_missing_dsl_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
