@@ -1,4 +1,6 @@
-"""One small call of every shipped bf16 kernel, to be run under compute-sanitizer: see ``make sanitize``.
+"""One small call of every shipped bf16 kernel, and of each kind of FP8: to be run under compute-sanitizer.
+
+See ``make sanitize``.
 
 Lengths are multiples of nothing, so that every kernel runs its tails, and each has rows without keys.
 """
@@ -81,6 +83,34 @@ def call_listed_gradients(
         assert all(torch.isfinite(gradient).all() for gradient in gradients if gradient is not None)
 
 
+#: Head dim, rows that share a scale, layout of v, whether partial outputs are added in float32: of 256 in parts.
+FP8_KINDS: tuple[tuple[int, tuple[int, int] | str | None, str, bool], ...] = (
+    (64, "head", "row", False),
+    (128, "head", "row", False),
+    (128, None, "transposed", True),
+    (128, (64, 128), "row", True),
+    (256, "tensor", "transposed", False),
+    (256, (128, 128), "transposed", True),
+)
+
+
+def call_fp8(head_dim: int, block: tuple[int, int] | str | None, v_layout: str, two_level: bool) -> None:
+    """The passes that quantize, with a rotary embedding where positions allow it, and attention of what they made."""
+    for seqlen_q, seqlen_k in ((331, 203), (203, 331)):
+        shapes = (seqlen_q, HEADS, head_dim), (seqlen_k, HEADS_KV, head_dim), (seqlen_k, HEADS_KV, head_dim)
+        q, k, v = (torch.randn(BATCH, *shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+        angles = torch.randn(seqlen_k, head_dim // 2, device="cuda")
+        rope = (angles.cos(), angles.sin()) if seqlen_q <= seqlen_k else None
+        x = fa3.quantize_qkv(q, k, v, rope=rope, interleaved=rope is not None, block=block, v_layout=v_layout)
+        for tensor in x.dequantize():
+            assert torch.isfinite(tensor).all()
+        out, lse = fa3.flash_attn_quantized_func(
+            x, causal=True, sink=torch.randn(HEADS, device="cuda"), two_level=two_level, return_lse=True
+        )
+        assert torch.isfinite(out).all()
+        assert torch.isfinite(lse).all()
+
+
 def main() -> None:
     count = 0
     for spec in shipped_specs("backward"):
@@ -101,6 +131,9 @@ def main() -> None:
         if spec.mask == "blocks":
             call_listed_gradients(q, k, v, out, lse, options)
             count += 1
+    for kind in FP8_KINDS:
+        call_fp8(*kind)
+        count += 2
     torch.cuda.synchronize()
     print(f"{count} calls")
 
