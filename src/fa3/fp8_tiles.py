@@ -68,7 +68,11 @@ _TABLE: dict[tuple[int, int], dict[str, tuple[str, str]]] = {
         "full 128": ("128x128x2/2", "128x128x2"),
         "full 64": ("192x64x4/2", "192x64x4"),
         "full add": ("128x128x2/2+4", "128x128x2+4"),
+        # Two registers of 128 keys would wait in memory.
+        "causal add": ("128x96x2/2+4", "128x128x2+4"),
         "full 128 add": ("128x128x2/2+4", "128x128x2+4"),
+        "window add": ("128x64x4/2+8", "128x64x4+8"),
+        "window 128 add": ("128x64x4/2+8", "128x64x4+8"),
         "full 64 add": ("128x64x4/2+8", "128x64x4+8"),
         "modified": ("128x128x2/2", "128x128x2"),
         "modified 128": ("128x128x2/2", "128x128x2"),
@@ -117,7 +121,7 @@ _SMALL: dict[tuple[int, int], tuple[str, str, float]] = {
     (128, 128): ("64x128x3/2", "64x128x3", 0.54),
     (192, 128): ("64x128x2/2", "64x128x2", 0.55),
     (192, 192): ("64x64x2/2", "64x128x2", 0.65),
-    (256, 256): ("64x64x2/2", "64x128x2", 0.65),
+    (256, 256): ("64x64x2/2", "64x64x2", 0.7),
 }
 
 
