@@ -1,6 +1,6 @@
-"""Tables and pictures of README and docs/backward.md from the files in benchmarks/results; nothing is typed by hand.
+"""Tables and pictures of README, docs/backward.md and docs/fp8.md, from the files in benchmarks/results alone.
 
-    python scripts/make_figures.py           write docs/images/*.png and the blocks between the pages' markers
+    python scripts/make_figures.py           write docs/images and the blocks between the pages' markers
     python scripts/make_figures.py --check   write nothing; exit code 1 if a block is not up to date
 
 Of several result files of one kind the one with the latest date counts. What has no file yet is left out, and the
@@ -22,6 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 README = ROOT / "README.md"
 BACKWARD = ROOT / "docs" / "backward.md"
+FP8 = ROOT / "docs" / "fp8.md"
 
 #: Kind -> (file, result).
 Results = dict[str, tuple[Path, dict[str, Any]]]
@@ -33,12 +34,16 @@ PICTURES = {
     "host": ("host.png", "Host time of one call"),
     "speed-bwd": ("backward.png", "Backward speed of fa3 and of its peers by sequence length"),
     "training": ("training.png", "Losses and step times of a small GPT with fa3 and with other attention"),
+    "accuracy": ("fp8-accuracy.svg", "Errors of attention in e4m3 and in 16 bits by sequence length"),
 }
 #: Kinds of result files that are shown.
-KINDS = (*PICTURES, "odd", "gqa-bwd", "speed-fwd+bwd")
+KINDS = (*PICTURES, "odd", "gqa-bwd", "speed-fwd+bwd", "fp8-speed")
 #: Columns of the tables, in this order.
 IMPLS = ("fa3", "fa3-det", "official", "fa4", "cudnn", "fa2")
 TABLE_SEQLENS = (1024, 4096, 16384)
+#: Of the errors of e4m3: sequence lengths, and head dim and length at which kinds of data are compared.
+ACCURACY_SEQLENS = (1024, 8192, 32768, 131072)
+ACCURACY_CASE = (128, 8192)
 #: Short and odd shapes that the README shows, the first of the file; the file has them all.
 TABLE_SHAPES = 8
 
@@ -89,6 +94,55 @@ def speed_table(result: dict[str, Any], heads_shown: bool = False) -> list[str]:
         heads = f"{of_cell[0]['h']}/{of_cell[0]['hk']} | " if heads_shown else ""
         last = "" if not ratios else "  |" if ratio is None else f" {ratio:.2f} |"
         lines.append(f"| {d} | {heads}{'causal' if causal else 'full'} | {s} | " + " | ".join(texts) + " |" + last)
+    return lines
+
+
+def accuracy_tables(result: dict[str, Any]) -> list[str]:
+    """Markdown tables of errors: of the paper's data by head dim and sequence length, and of all kinds at one shape.
+
+    The smallest error of e4m3 in a column is bold; beside it, its ratio to that of exact sums.
+    """
+    paper = [row for row in result["rows"] if row["data"] == "paper"]
+    columns = [(d, s) for d, s in sorted({(row["d"], row["s"]) for row in paper}) if s in ACCURACY_SEQLENS]
+    lines = _error_table(paper, columns, lambda row: (row["d"], row["s"]), [f"d {d}, {s}" for d, s in columns])
+    one_shape = [row for row in result["rows"] if (row["d"], row["s"]) == ACCURACY_CASE]
+    kinds = list(dict.fromkeys(row["data"] for row in one_shape))
+    if len(kinds) > 1:
+        d, s = ACCURACY_CASE
+        lines += ["", f"Other data, head dim {d}, {s} tokens:", ""]
+        lines += _error_table(one_shape, kinds, lambda row: row["data"], kinds)
+    return lines
+
+
+def _error_table(
+    rows: list[dict[str, Any]], columns: list[Any], column_of: Callable[[dict[str, Any]], Any], names: list[str]
+) -> list[str]:
+    from fa3.cli.accuracy import label_of
+
+    lines = ["| | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(columns)]
+    best = {
+        column: min(
+            (
+                row["rmse"]
+                for row in rows
+                if column_of(row) == column and row["dtype"] == "e4m3" and row["impl"] != "exact sums"
+            ),
+            default=None,
+        )
+        for column in columns
+    }
+    for label in dict.fromkeys(map(label_of, rows)):
+        found = {column_of(row): row for row in rows if label_of(row) == label}
+        texts = []
+        for column in columns:
+            row = found.get(column)
+            text = "" if row is None else f"{row['rmse']:.2e}"
+            if row is not None and row["rmse"] == best[column] and row["impl"] != "exact sums":
+                text = f"**{text}**"
+            ratio = None if row is None else row["to_exact_sums"]
+            texts.append(text if ratio is None else f"{text} ({ratio:.2f})")
+        if any(texts):
+            lines.append(f"| {label} | " + " | ".join(texts) + " |")
     return lines
 
 
@@ -205,6 +259,26 @@ def backward_page(results: Results) -> str:
     return _block("backward", lines)
 
 
+def accuracy_block(results: Results) -> str:
+    """The block of docs/fp8.md on errors."""
+    lines: list[str] = []
+    if "accuracy" in results:
+        path, result = results["accuracy"]
+        lines += [f"![{PICTURES['accuracy'][1]}](images/{PICTURES['accuracy'][0]})", ""]
+        lines += ["Root mean square errors of the paper's data; in parentheses over those of exact sums:", ""]
+        lines += [*accuracy_tables(result), "", origin(path, result, "../"), ""]
+    return _block("fp8-accuracy", lines)
+
+
+def fp8_speed_block(results: Results) -> str:
+    """The block of docs/fp8.md on speed."""
+    lines: list[str] = []
+    if "fp8-speed" in results:
+        path, result = results["fp8-speed"]
+        lines += ["Forward, TFLOPS in short bursts:", "", *speed_table(result), "", origin(path, result, "../"), ""]
+    return _block("fp8-speed", lines)
+
+
 def _block(name: str, lines: list[str]) -> str:
     begin, end = markers(name)
     lines = lines or ["Not measured yet: no result file of a GPU is in benchmarks/results.", ""]
@@ -258,6 +332,8 @@ BLOCKS: tuple[tuple[Path, str, Callable[[Results], str]], ...] = (
     (README, "speed", block),
     (README, "training", readme_training),
     (BACKWARD, "backward", backward_page),
+    (FP8, "fp8-accuracy", accuracy_block),
+    (FP8, "fp8-speed", fp8_speed_block),
 )
 
 

@@ -18,7 +18,7 @@ from fp8_inputs import DOCUMENT, OPTIONS, SINK, ByOperator, assert_near, rope_of
 # Attention of what was quantized ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", [(128, 128), (64, 128), "head", "tensor"], ids=str)
+@pytest.mark.parametrize("block", [None, (64, 96), "head", "tensor"], ids=str)
 @pytest.mark.parametrize("v_layout", ["row", "transposed"])
 @pytest.mark.parametrize("incoherent", [False, True])
 def test_attention_of_the_quantized_is_that_of_the_dequantized(block, v_layout, incoherent):
@@ -158,9 +158,10 @@ QUANTIZE_REFUSED = {
     "a negative seed": ({"seed": -1}, ValueError, "^seed=-1: allowed are 0 to 2147483647"),
     "a large seed": ({"seed": 2**31}, ValueError, "^seed=2147483648: allowed are 0 to 2147483647"),
     "a seed that is no int": ({"seed": 0.5}, TypeError, "^seed=0.5: must be an int"),
-    "a block of 32": ({"block": (128, 32)}, ValueError, r"^block=\(128, 32\): allowed are 'head', 'tensor'"),
+    "a block of 32": ({"block": (128, 32)}, ValueError, r"^block=\(128, 32\): allowed are None, 'head', 'tensor'"),
+    "96 queries": ({"block": (96, 96)}, ValueError, r"^block=\(96, 96\): .*64 or 128 rows of q, 64, 96 or 128 rows"),
     "an unknown block": ({"block": "row"}, ValueError, "^block='row': allowed are"),
-    "a block of one number": ({"block": 128}, TypeError, "^block=128: must be 'head', 'tensor'"),
+    "a block of one number": ({"block": 128}, TypeError, "^block=128: must be None, 'head', 'tensor'"),
 }
 
 

@@ -61,19 +61,33 @@ def test_blocks_and_incoherent_processing_together_are_at_or_below_each_alone(by
         assert found["block, incoherent"] < (1.2 if kind == "key channels" else 1.0) * found["block"]
 
 
-def test_scales_of_v_that_are_powers_of_two_are_why_blocks_lose_nothing():
-    """With any others the probability of the key that rules a row is no longer exact."""
-    q, k, v = make_inputs("paper", (1, 1024, 4, 128))
-    expected = exact(q, k, v)
+@pytest.mark.parametrize("block", [(128, 96), "head"], ids=str)
+def test_a_row_that_one_key_rules_is_the_value_of_that_key(block):
+    """The sum by which it is divided is that of the rounded probabilities."""
+    q, k, v = make_inputs("paper", (1, 300, 2, 64))
+    q = 100.0 * k / k.norm(dim=-1, keepdim=True)
+    x = quantize_qkv(quantize_tensor, q, k, v, seed=0, block=block)
+    quantized_q, quantized_k, quantized_v = x.dequantize()
+    ones = torch.eye(300)[None, :, None].expand(1, 300, 2, 300)
+    largest, ruling = exact(quantized_q, quantized_k, ones).max(dim=-1)
+    certain = largest > 1 - 1e-9
+    assert certain.float().mean() > 0.9
+    values = quantized_v[0, ruling, torch.arange(2)].double()
+    torch.testing.assert_close(emulate(x)[certain], values[certain], rtol=1e-6, atol=1e-6)
 
-    def plain(x, **arguments):
-        return quantize_tensor(x, **{**arguments, "power_of_two": False})
 
-    found, others = (
-        rmse(emulate(quantize_qkv(quantize, q, k, v, seed=0, block=(128, 128))), expected)
-        for quantize in (quantize_tensor, plain)
-    )
-    assert found < 0.97 * others
+@pytest.mark.parametrize("causal", [False, True])
+def test_rounding_probabilities_adds_little_to_what_rounding_q_k_and_v_costs(causal):
+    q, k, v = make_inputs("paper", (1, 512, 2, 64))
+    x = quantize_qkv(quantize_tensor, q, k, v, seed=0, block=(128, 128))
+    of_values = rmse(emulate(x, causal, round_probabilities=False), exact(q, k, v, causal))
+    assert rmse(emulate(x, causal), exact(q, k, v, causal)) < 1.2 * of_values
+
+
+def test_the_emulation_of_some_queries_is_theirs_of_all():
+    x = quantize_qkv(quantize_tensor, *make_inputs("paper", (1, 200, 2, 32)), seed=0, block=(64, 64))
+    queries = torch.tensor([3, 150, 64])
+    torch.testing.assert_close(emulate(x, queries=queries), emulate(x)[:, queries], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("block", [(128, 64), "head"], ids=str)

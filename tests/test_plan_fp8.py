@@ -25,19 +25,21 @@ from fa3.plan import (
     why_not,
 )
 from fa3.problem import Problem
+from fa3.quantization import default_block
 from fa3.spec import BLOCK, FP8_CLASSES
 from problems import problem_of
 
 MOD = {"score_mod": "one:score", "score_aux": "f1"}
 MASK_MOD = {"mask_mod": "one:mask", "mask_aux": "i2"}
-LAYOUTS = tuple(itertools.product((False, True), (0, 64, 128)))
+LAYOUTS = tuple(itertools.product((False, True), (0, 64, 96, 128)))
 MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window_left": 100}}
 
 
 def fp8_problem(**changes) -> Problem:
-    """As `problem_of`, in e4m3; ``key_block`` is of both q and k."""
+    """As `problem_of`, in e4m3; with ``key_block`` q has blocks of 128."""
     blocks = changes.pop("key_block", 0)
-    return problem_of(**{"dtype": "e4m3", "out_dtype": "bf16", "q_block": blocks, "k_block": blocks, **changes})
+    of_q = 128 if blocks else 0
+    return problem_of(**{"dtype": "e4m3", "out_dtype": "bf16", "q_block": of_q, "k_block": blocks, **changes})
 
 
 # Tables -----------------------------------------------------------------------------------------------------------
@@ -63,7 +65,7 @@ def test_every_use_has_tiles_that_are_a_kernel(kind):
                     make_spec("e4m3", kind, mask, choice, softcap=True, **MOD, **{**MASK_MOD, **features}).validate()
                     assert choice.tile_m == BLOCK
     for choice in FP8_SMALL[kind]:
-        make_spec("e4m3", kind, "causal", choice, key_block=128).validate()
+        make_spec("e4m3", kind, "causal", choice, key_block=default_block(kind[0])[1]).validate()
 
 
 def test_a_row_may_be_for_keys_up_to_a_length(monkeypatch):
@@ -166,15 +168,14 @@ def test_packed_heads_are_never_chosen():
 
 
 @pytest.mark.parametrize("kind", [(64, 64), (128, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("layout", [(False, 0), (True, 0), (True, 128)], ids=str)
-def test_few_tiles_get_smaller_ones_that_ship(kind, layout):
-    transposed, key_block = layout
+@pytest.mark.parametrize(("transposed", "blocks"), [(False, False), (True, False), (True, True)])
+def test_few_tiles_get_smaller_ones_that_ship(kind, transposed, blocks):
+    key_block = default_block(kind[0])[1] if blocks else 0
     problem = fp8_problem(
         batch=1, seqlen_q=512, heads_q=16, head_dim=kind[0], key_block=key_block, v_transposed=transposed
     )
     choice, spec = kernel_of(problem, H200)
-    if FP8_SMALL[kind][transposed].tile_n <= (key_block or BLOCK):
-        assert choice is FP8_SMALL[kind][transposed]
+    assert choice is FP8_SMALL[kind][transposed]
     assert spec in set(fp8_specs())
     assert kernel_of(replace(problem, seqlen_q=16_000), H200)[0] is usual_tiles(problem)
     # Of fp16 none ship.
@@ -230,7 +231,9 @@ def test_shipped_kernels_are_few_and_valid_and_what_plans_ask_for():
     shipped = set(specs)
     for kind, mask, two_level in itertools.product(FP8_CLASSES, ("full", "causal"), (False, True)):
         common = kind in ((64, 64), (128, 128), (256, 256))
-        for transposed, key_block in ((False, 0), (True, 0), (True, 128)) if common else ((False, 0),):
+        for transposed, key_block in (
+            ((False, 0), (True, 0), (True, default_block(kind[0])[1])) if common else ((False, 0),)
+        ):
             if two_level and not common:
                 continue
             problem = fp8_problem(

@@ -104,19 +104,24 @@ def test_the_transform_mixes_as_many_columns_as_that_of_the_definition(head_dim)
     assert QuantizeSpec("bf16", head_dim).hadamard_block == 1
 
 
-# One of each way to cut a row in pieces.
-@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 96, 128, 192, 256])
-def test_rotated_rows_are_those_of_the_definition_bit_for_bit(head_dim):
-    spec = QuantizeSpec("bf16", head_dim, 64, rotate=True)
+# One of each way to cut a row in pieces, and of 96 rows with threads that have none.
+@pytest.mark.parametrize(
+    ("head_dim", "rows"),
+    [*((head_dim, 64) for head_dim in (16, 32, 48, 64, 96, 128, 192, 256)), (80, 96), (128, 96), (208, 96)],
+)
+def test_rotated_rows_are_those_of_the_definition_bit_for_bit(head_dim, rows):
+    spec = QuantizeSpec("bf16", head_dim, rows, rotate=True)
     x = strided(2, 100, 2, head_dim, torch.bfloat16)
     found, scale, _ = on_host(x, spec, seed=3)
-    expected, expected_scale = quantization.quantize_tensor(x, rows=64, rotate=True, seed=3)
+    expected, expected_scale = quantization.quantize_tensor(x, rows=rows, rotate=True, seed=3)
     agree(scale, expected_scale)
     agree(found, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_dim", "rows"), [(16, 64), (48, 64), (128, 128)])
+@pytest.mark.parametrize(
+    ("head_dim", "rows"), [(16, 64), (48, 64), (128, 128), (48, 96), (96, 96), (128, 96), (240, 96)]
+)
 def test_v_in_rows_and_transposed_is_that_of_the_definition(head_dim, rows, dtype):
     for seqlen, transpose in itertools.product((1, 37, 128, 129), (False, True)):
         spec = QuantizeSpec(dtype, head_dim, rows, transpose=transpose)

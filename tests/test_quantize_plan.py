@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from fa3.plan import H200
+from fa3.quantization import default_block
 from fa3.quantize_plan import MAX_BATCH, MAX_ROW_BLOCKS, plan_quantize, quantize_specs
 
 CALL: dict[str, Any] = dict(  # noqa: C408 - as a call is written
@@ -60,14 +61,23 @@ def test_more_rows_or_sequences_than_a_grid_has_are_refused_by_name():
 
 def test_few_kernels_ship_and_a_plan_finds_them():
     specs = list(quantize_specs())
-    assert len(specs) == len(set(specs)) <= 40
+    assert len(specs) == len(set(specs)) <= 48
     for spec in specs:
         spec.validate()
     for head_dim in (64, 96, 128, 192, 256):
+        of_q, of_k = default_block(head_dim)
         # Scales of blocks of V are powers of two.
         of_v: dict[str, Any] = {"power_of_two": True}
-        for change in ({"rotate": True}, {"rotate": True, "rope": "fp32"}, of_v, of_v | {"transpose": True}):
-            assert plan_quantize(**{**CALL, "rotate": False, "head_dim": head_dim, **change}).spec in specs
+        for rows, change in (
+            *(
+                (rows, change)
+                for rows in (of_q, of_k)
+                for change in ({"rotate": True}, {"rotate": True, "rope": "fp32"})
+            ),
+            *((of_k, change) for change in (of_v, of_v | {"transpose": True})),
+        ):
+            call = {**CALL, "rotate": False, "head_dim": head_dim, "rows": rows, **change}
+            assert plan_quantize(**call).spec in specs
     for head_dim in (64, 128, 256):
         for change in ({}, {"rotate": False}, {"rotate": False, "transpose": True}):
             planned = plan_quantize(**{**CALL, "head_dim": head_dim, "rows": "head", **change})

@@ -38,14 +38,15 @@ def test_its_name_tells_it_apart_by_every_field():
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["rows", "transposed"])
 def test_whole_warps_share_a_block_and_no_more_than_a_block_can_have(transpose):
-    for head_dim, rows, ahead in itertools.product(range(16, 257, 16), (64, 128), (False, True)):
+    for head_dim, rows, ahead in itertools.product(range(16, 257, 16), (64, 96, 128), (False, True)):
         if ahead and transpose:
             continue
         spec = QuantizeSpec("bf16", head_dim, rows, transpose=transpose, ahead=ahead)
         spec.validate()
         assert spec.threads % 32 == 0
         assert 32 <= spec.threads <= 1024
-        assert spec.threads * spec.units * spec.held == rows * head_dim
+        assert spec.working_threads * spec.units * spec.held == rows * head_dim
+        assert spec.threads - spec.working_threads == (16 if spec.working_threads % 32 else 0)
         assert spec.shared_bytes <= SHARED_MEMORY_PER_BLOCK
         if not transpose:
             # Threads that exchange values are in one warp, and their numbers differ in a bit.
@@ -58,7 +59,7 @@ def test_whole_warps_share_a_block_and_no_more_than_a_block_can_have(transpose):
         ({"dtype": "fp32"}, "dtype='fp32': allowed are 'fp16', 'bf16'"),
         ({"head_dim": 72}, "head_dim=72: must be a multiple of 16 from 16 to 256"),
         ({"head_dim": 272}, "head_dim=272"),
-        ({"rows": 96}, "rows=96: allowed are 64, 128"),
+        ({"rows": 32}, "rows=32: allowed are 64, 96, 128"),
         ({"rope": "bf16"}, "rope='bf16': allowed are '', 'fp32', 'same'"),
         ({"scales": "head"}, "scales='head': allowed are 'block', 'amax', 'given'"),
         ({"interleaved": True}, "interleaved=True: .* but rope=''"),

@@ -16,7 +16,7 @@ from fa3.interface import check_int, check_options, nobody_watches
 from fa3.mods import BlockMask, MaskMod, ScoreMod
 from fa3.options import OUT_DTYPES, Fp8, Options
 from fa3.problem import MAX_HEAD_DIM, check_bool, check_softmax_scale, named
-from fa3.quantization import BLOCK_ROWS, MAX_SEED, QuantizedQKV
+from fa3.quantization import BLOCK_CHOICES, MAX_SEED, QuantizedQKV, default_block, is_block
 from fa3.tensor_checks import check_device, check_strides, check_tensors, listed
 
 _Rope = tuple[Tensor, Tensor]
@@ -98,16 +98,17 @@ def _check_rope(rope: object, interleaved: object, q: Tensor, k: Tensor) -> _Rop
     return cos, sin
 
 
-def _check_block(block: object) -> _Block:
-    allowed = "'head', 'tensor', or a pair (rows of q, rows of k and v) of 64 and 128"
+def _check_block(block: object, head_dim: int) -> _Block:
+    if block is None:
+        return default_block(head_dim)
     if isinstance(block, str):
         if block not in ("head", "tensor"):
-            raise ValueError(f"block={block!r}: allowed are {allowed}")
+            raise ValueError(f"block={block!r}: allowed are None, {BLOCK_CHOICES}")
         return block
     if not isinstance(block, (tuple, list)):
-        raise TypeError(f"block={block!r}: must be {allowed}, not {type(block).__name__}")
-    if len(block) != 2 or any(isinstance(rows, bool) or rows not in BLOCK_ROWS for rows in block):
-        raise ValueError(f"block={block!r}: allowed are {allowed}")
+        raise TypeError(f"block={block!r}: must be None, {BLOCK_CHOICES}, not {type(block).__name__}")
+    if not is_block(block):
+        raise ValueError(f"block={block!r}: allowed are None, {BLOCK_CHOICES}")
     return int(block[0]), int(block[1])
 
 
@@ -146,7 +147,7 @@ def quantize_qkv(
     interleaved: bool = False,
     incoherent: bool = True,
     seed: int = 0,
-    block: tuple[int, int] | str = (128, 128),
+    block: tuple[int, int] | str | None = None,
     v_layout: str = "row",
 ) -> QuantizedQKV:
     """Quantize q, k and v to e4m3 with scales; on Hopper one pass over each, rotary embedding included.
@@ -164,8 +165,9 @@ def quantize_qkv(
         incoherent: multiply q and k by random signs and a Hadamard matrix, which changes no score, and spreads the
             outliers of a column over others, so that they cost less accuracy.
         seed: of the signs, 0 to ``2**31 - 1``. q and k that meet must have the same.
-        block: (rows of q, rows of k and v) that share a scale, 64 or 128 each; ``"head"``: all rows of a head do;
-            ``"tensor"``: one scale for each of q, k and v.
+        block: (rows of q, rows of k and v) that share a scale, 64 or 128 of q, 64, 96 or 128 of k and v; ``None``:
+            as suits the kernels, (128, 96) for a head_dim from 80 to 128, else (128, 128); ``"head"``: all rows of a
+            head share one; ``"tensor"``: one scale for each of q, k and v.
         v_layout: ``"row"``: v stays (batch, seqlen_k, heads_kv, head_dim_v); ``"transposed"``: V^T as the kernels
             read it, (batch, heads_kv, head_dim_v, seqlen_k rounded up to 16), keys in an order of their own.
 
@@ -184,8 +186,8 @@ def quantize_qkv(
         raise ValueError(f"v_layout={v_layout!r}: allowed are 'row' and 'transposed'")
     q, k, v = (x.detach() for x in (q, k, v))
     return quantization.quantize_qkv(
-        fp8_ops.quantize_tensor, q, k, v, tables, interleaved, _check_seed(incoherent, seed), _check_block(block),
-        v_layout,
+        fp8_ops.quantize_tensor, q, k, v, tables, interleaved, _check_seed(incoherent, seed),
+        _check_block(block, q.shape[3]), v_layout,
     )  # fmt: skip
 
 
@@ -267,7 +269,7 @@ def flash_attn_fp8_func(
     interleaved: bool = False,
     incoherent: bool = True,
     seed: int = 0,
-    block: tuple[int, int] | str = (128, 128),
+    block: tuple[int, int] | str | None = None,
     two_level: bool | None = None,
     return_lse: bool = False,
     attention_chunk: int = 0,
@@ -308,7 +310,7 @@ def flash_attn_fp8_func(
     """
     _check_qkv(q, k, v, _SIXTEEN_BITS)
     tables = _check_rope(rope, interleaved, q, k)
-    number, block = _check_seed(incoherent, seed), _check_block(block)
+    number, rows = _check_seed(incoherent, seed), _check_block(block, q.shape[3])
     _check_two_level(two_level)
     causal, options = _check_options(
         # The same pass over V writes either layout, and the kernels read V^T without shuffling.
@@ -329,4 +331,4 @@ def flash_attn_fp8_func(
     )
     if softmax_scale is not None:
         softmax_scale = check_softmax_scale(softmax_scale)
-    return fp8_ops.attend(q, k, v, tables, interleaved, number, block, softmax_scale, causal, return_lse, options)
+    return fp8_ops.attend(q, k, v, tables, interleaved, number, rows, softmax_scale, causal, return_lse, options)

@@ -10,7 +10,7 @@ A use has up to three words:
 | --- | --- |
 | full, causal, window | the mask; where a table has no row of causal or window, that of full counts |
 | modified | caps, modifications and block masks, under whatever mask: 128 queries, and a divisor of 128 keys |
-| 64, 128 | keys of a block that has a scale of its own, which the keys of a tile must divide |
+| 64, 96, 128 | keys of a block that has a scale of its own, which the keys of a tile must divide |
 | add | partial outputs are added in float32 |
 """
 
@@ -24,6 +24,7 @@ _REASONS = {
     "window": "fewer keys waste less at the edges of a window",
     "modified": "two warpgroups, with registers for more work on the scores",
     "add": "registers for a second output, the sums in float32",
+    "96": "a tile has keys of one block of 96, which share a scale",
     "64": "a tile has keys of one block of 64, which share a scale",
     "128": "a tile has keys of one block of 128, which share a scale",
     "full": "the widest tiles without spills in the main loop",
@@ -36,36 +37,45 @@ _TABLE: dict[tuple[int, int], dict[str, tuple[str, str]]] = {
         "full": ("192x128x3/2", "192x128x3"),
         "window": ("192x64x4/2", "192x64x4"),
         "full 128": ("192x128x3/2", "192x128x3"),
+        "full 96": ("192x96x3/2", "192x96x3"),
         "full 64": ("192x64x4/2", "192x64x4"),
         "full add": ("192x96x3/2+4", "192x96x3+4"),
+        "full 96 add": ("192x96x3/2+4", "192x96x3+4"),
         "full 128 add": ("128x128x3/2+4", "128x128x3+4"),
         "full 64 add": ("192x64x4/2+4", "192x64x4+4"),
         "modified": ("128x128x3/2", "128x128x3"),
         "modified 128": ("128x128x3/2", "128x128x3"),
         "modified 64": ("128x64x4/2", "128x64x4"),
+        "modified 96": ("128x32x4/2", "128x32x4"),
         "modified add": ("128x64x4/2+8", "128x64x4+8"),
         "modified 128 add": ("128x64x4/2+8", "128x64x4+8"),
         "modified 64 add": ("128x64x4/2+8", "128x64x4+8"),
+        "modified 96 add": ("128x32x4/2+8", "128x32x4+8"),
     },
     (96, 96): {
         "full": ("192x128x2/2", "192x128x2"),
         "window": ("192x64x4/2", "192x64x4"),
         "full 128": ("128x128x2/2", "128x128x2"),
+        "full 96": ("192x96x3/2", "192x96x3"),
         "full 64": ("192x64x4/2", "192x64x4"),
         "full add": ("128x128x2/2+4", "128x128x2+4"),
         "full 128 add": ("128x128x2/2+4", "128x128x2+4"),
+        "full 96 add": ("128x96x3/2+4", "128x96x3+4"),
         "full 64 add": ("128x64x4/2+4", "128x64x4+4"),
         "modified": ("128x128x2/2", "128x128x2"),
         "modified 128": ("128x128x2/2", "128x128x2"),
         "modified 64": ("128x64x4/2", "128x64x4"),
+        "modified 96": ("128x32x4/2", "128x32x4"),
         "modified add": ("128x64x4/2+8", "128x64x4+8"),
         "modified 128 add": ("128x64x4/2+8", "128x64x4+8"),
         "modified 64 add": ("128x64x4/2+8", "128x64x4+8"),
+        "modified 96 add": ("128x32x4/2+8", "128x32x4+8"),
     },
     (128, 128): {
         "full": ("192x96x3/2", "192x96x3"),
         "window": ("192x64x4/2", "192x64x4"),
         "full 128": ("128x128x2/2", "128x128x2"),
+        "full 96": ("192x96x3/2", "192x96x3"),
         "full 64": ("192x64x4/2", "192x64x4"),
         "full add": ("128x128x2/2+4", "128x128x2+4"),
         # Two registers of 128 keys would wait in memory.
@@ -73,55 +83,64 @@ _TABLE: dict[tuple[int, int], dict[str, tuple[str, str]]] = {
         "full 128 add": ("128x128x2/2+4", "128x128x2+4"),
         "window add": ("128x64x4/2+8", "128x64x4+8"),
         "window 128 add": ("128x64x4/2+8", "128x64x4+8"),
+        "full 96 add": ("128x96x3/2+4", "128x96x3+4"),
         "full 64 add": ("128x64x4/2+8", "128x64x4+8"),
         "modified": ("128x128x2/2", "128x128x2"),
         "modified 128": ("128x128x2/2", "128x128x2"),
         "modified 64": ("128x64x4/2", "128x64x4"),
+        "modified 96": ("128x32x4/2", "128x32x4"),
         "modified add": ("128x64x4/2+8", "128x64x4+8"),
         "modified 128 add": ("128x64x4/2+8", "128x64x4+8"),
         "modified 64 add": ("128x64x4/2+8", "128x64x4+8"),
+        "modified 96 add": ("128x32x4/2+8", "128x32x4+8"),
     },
     # No room for a second output from here on: in parts of 64 columns it may have.
     (192, 128): {
         "full": ("128x128x2/2", "128x128x2"),
         "window": ("128x64x2/2", "128x64x2"),
         "full 128": ("128x128x2/2", "128x128x2"),
+        "full 96": ("128x96x2/2", "128x96x2"),
         "full 64": ("128x64x3/2", "128x64x3"),
         "modified": ("128x128x2/2", "128x128x2"),
         "modified 128": ("128x128x2/2", "128x128x2"),
         "modified 64": ("128x64x3/2", "128x64x3"),
+        "modified 96": ("128x32x4/2", "128x32x4"),
     },
     (192, 192): {
-        "full": ("128x96x2/2", "128x96x2"),
+        "full": ("128x128x2/2", "128x128x2"),
         "window": ("128x64x2/2", "128x64x2"),
-        "full 128": ("128x64x2/2", "128x64x2"),
+        "full 128": ("128x128x2/2", "128x128x2"),
+        "full 96": ("128x96x2/2", "128x96x2"),
         "full 64": ("128x64x2/2", "128x64x2"),
         "modified": ("128x64x2/2", "128x64x2"),
         "modified 128": ("128x64x2/2", "128x64x2"),
         "modified 64": ("128x64x2/2", "128x64x2"),
+        "modified 96": ("128x32x4/2", "128x32x4"),
     },
     (256, 256): {
         "full": ("128x96x2/2", "128x128x2"),
         "window": ("128x64x2/2", "128x64x2"),
-        "full 128": ("128x64x2/2", "128x64x2"),
+        "full 128": ("128x64x2/2", "128x128x2"),
+        "full 96": ("128x96x2/2", "128x96x2"),
         "full 64": ("128x64x2/2", "128x64x2"),
         "modified": ("128x64x2/2", "128x64x2"),
         "modified 128": ("128x64x2/2", "128x64x2"),
         "modified 64": ("128x64x2/2", "128x64x2"),
+        "modified 96": ("128x32x4/2", "128x32x4"),
     },
 }
 
 _FEW = "few tiles: smaller ones fill the card"
 
 #: Tile class -> tiles of one warpgroup, for v in rows and for V^T, tried where the usual ones make few rounds, and
-#: their cost. They suit blocks of 128 keys too.
+#: their cost. They suit the usual blocks of keys (`fa3.quantization.default_block`) too.
 _SMALL: dict[tuple[int, int], tuple[str, str, float]] = {
     (64, 64): ("64x128x3/2", "64x128x3", 0.59),
-    (96, 96): ("64x128x3/2", "64x128x3", 0.55),
-    (128, 128): ("64x128x3/2", "64x128x3", 0.54),
+    (96, 96): ("64x96x4/2", "64x96x4", 0.55),
+    (128, 128): ("64x96x4/2", "64x96x4", 0.54),
     (192, 128): ("64x128x2/2", "64x128x2", 0.55),
     (192, 192): ("64x64x2/2", "64x128x2", 0.65),
-    (256, 256): ("64x64x2/2", "64x64x2", 0.7),
+    (256, 256): ("64x64x2/2", "64x64x4", 0.65),
 }
 
 

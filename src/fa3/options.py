@@ -22,7 +22,7 @@ class Fp8(NamedTuple):
         k_scale, v_scale: float32, any strides: (batch, heads_kv); with ``k_block`` (batch, heads_kv,
             ceil(seqlen_k / k_block)). ``None`` is 1.
         v_scale_max: (batch, heads_kv), the largest of each head's ``v_scale``, beside one of blocks.
-        q_block, k_block: rows that share a scale, 64 or 128; 0: all of a head do.
+        q_block, k_block: rows that share a scale, 64 or 128 of q, 64, 96 or 128 of k and v; 0: all of a head do.
         v_transposed: v is V^T as `fa3.quantization.transposed` makes it.
         out_dtype: of out, ``"bf16"`` or ``"fp16"``.
         two_level: add partial outputs in float32, not in the tensor cores, which keep 14 bits; ``None`` leaves the

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from fa3.fp8_tiles import FP8_SMALL, FP8_TILES, can_add, fp8_rows
 from fa3.problem import Problem
+from fa3.quantization import default_block
 from fa3.spec import (
     BLOCK,
     ELEMENT_BYTES,
@@ -472,7 +473,7 @@ def fp8_specs() -> Iterator[ForwardSpec]:
     for kind in FP8_CLASSES:
         common = kind in _FP8_COMMON
         # (whether v is transposed, keys of a block)
-        layouts = ((False, 0), (True, 0), (True, 128)) if common else ((False, 0),)
+        layouts = ((False, 0), (True, 0), (True, default_block(kind[0])[1])) if common else ((False, 0),)
         for mask, (transposed, key_block) in itertools.product(("full", "causal"), layouts):
             for add in (False, True) if common and can_add(kind) else (False,):
                 for _, choice in fp8_rows(kind, mask, False, key_block, transposed, add):

@@ -13,11 +13,24 @@ from typing import Any
 from fa3.backward_plan import backward_specs, plan_backward
 from fa3.plan import H200, forward_specs, fp8_specs, make_spec
 from fa3.problem import Problem
-from fa3.quantize_plan import quantize_specs
+from fa3.quantization import default_block
+from fa3.quantize_plan import plan_quantize, quantize_specs
 from fa3.spec import BACKWARD_CLASSES, ForwardSpec, KernelSpec
 from fa3.tiles import CANDIDATES, MODIFIED, QV, TILES, TileChoice
 
-PRESETS = ("smoke", "forward", "backward", "training", "features", "schedule", "fp8", "all", "tests", "sweep")
+PRESETS = (
+    "smoke",
+    "forward",
+    "backward",
+    "training",
+    "features",
+    "schedule",
+    "fp8",
+    "accuracy",
+    "all",
+    "tests",
+    "sweep",
+)
 
 
 def shipped_specs(preset: str) -> tuple[KernelSpec, ...]:
@@ -27,8 +40,8 @@ def shipped_specs(preset: str) -> tuple[KernelSpec, ...]:
     all that `fa3.backward_plan.plan_backward` can choose for their gradients. ``training``: both. ``features``: caps,
     modifications, block masks and qv at the usual head dims. ``schedule``: combinations of the forward schedule's
     switches, for tests and the ablation. ``fp8``: attention in e4m3, and quantization. ``all``: all of these, which are
-    the shipped ones. ``tests``: those, and what the GPU tests ask for beyond them. ``sweep``: what the sweep of the
-    tile tables tries.
+    the shipped ones. ``accuracy``: what ``fa3 accuracy`` runs by default. ``tests``: the shipped ones, and what the GPU
+    tests ask for beyond them. ``sweep``: what the sweep of the tile tables tries.
 
     Raises:
         ValueError: unknown preset.
@@ -57,6 +70,36 @@ def _features() -> Iterator[ForwardSpec]:
     yield make_spec("bf16", 128, "window", MODIFIED[128, 128], softcap=True, **_BIAS, **_PREFIX)
     for kind, mask in (((64, 256), "full"), ((128, 128), "causal")):
         yield make_spec("bf16", kind, mask, QV[kind], qv=True)
+
+
+def _accuracy() -> Iterator[KernelSpec]:
+    """Full masks at three head dims, and every way to quantize, also those that nobody would choose."""
+    for spec in (*forward_specs(), *fp8_specs()):
+        if spec.mask == "full" and spec.head_dim == spec.head_dim_v in (64, 128, 256) and not spec.pack_gqa:
+            yield spec
+    for head_dim in (64, 128, 256):
+        of_q, of_k = default_block(head_dim)
+        kinds: tuple[int | str, ...] = ("head", of_q, of_k)
+        # q and k, v of a head among them; then v of blocks.
+        ways = [(*way, False) for way in itertools.product(kinds, (False, True), ("", "fp32"))]
+        for rows, rotate, rope, of_v in (*ways, (of_k, False, "", True)):
+            planned = plan_quantize(
+                rows=rows,
+                rotate=rotate,
+                rope=rope,
+                interleaved=False,
+                transpose=of_v,
+                power_of_two=of_v,
+                dtype="bf16",
+                batch=1,
+                seqlen=1024,
+                heads=4,
+                head_dim=head_dim,
+                facts=H200,
+            )
+            if planned.amax is not None:
+                yield planned.amax
+            yield planned.spec
 
 
 def _more_features() -> Iterator[ForwardSpec]:
@@ -149,6 +192,7 @@ _SETS = {
     "features": (_features,),
     "schedule": (_schedules,),
     "fp8": (fp8_specs, quantize_specs),
+    "accuracy": (_accuracy,),
     "all": _SHIPPED,
     "tests": (*_SHIPPED, _more_features, _features_of_gradients),
     "sweep": (_sweep,),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fa3.mods import AUX_DTYPES, BlockMask, MaskMod, ScoreMod, check_sizes
 from fa3.options import OUT_DTYPES, Options, fp8_of
-from fa3.quantization import BLOCK_ROWS
+from fa3.quantization import is_block
 from fa3.scales import check_scale_kinds, describe_fp8, refuse_transposed
 from fa3.tensor_checks import check_device, check_shape, check_strides, check_tensors, listed
 
@@ -88,8 +88,8 @@ class Problem:
         score_aux, mask_aux: dtype letter and dims of the tensors they read, e.g. ``("f1", "i2")``.
         block_sparse: a `fa3.mods.BlockMask` says which blocks to visit.
         out_dtype: of e4m3, ``"bf16"`` or ``"fp16"``; empty for all others, whose out has their dtype.
-        q_block, k_block: of e4m3, rows of q, and of k and v, that share a scale, 64 or 128; 0, both of them: all of a
-            head do.
+        q_block, k_block: of e4m3, rows of q (64 or 128), and of k and v (64, 96 or 128), that share a scale; 0, both of
+            them: all of a head do.
         v_transposed: of e4m3, v is V^T with keys in the order of `fa3.quantization.transposed`.
         two_level: of e4m3, partial outputs are added in float32; ``None`` leaves the choice to the plan.
 
@@ -184,8 +184,11 @@ class Problem:
         if self.out_dtype not in OUT_DTYPES:
             raise ValueError(f"out_dtype={self.out_dtype!r}: allowed beside e4m3 are {', '.join(OUT_DTYPES)}")
         blocks = (self.q_block, self.k_block)
-        if blocks != (0, 0) and not all(rows in BLOCK_ROWS for rows in blocks):
-            raise ValueError(f"q_block={self.q_block}, k_block={self.k_block}: allowed are 64 and 128, or 0 for both")
+        if blocks != (0, 0) and not is_block(blocks):
+            raise ValueError(
+                f"q_block={self.q_block}, k_block={self.k_block}: allowed are 64 and 128 of q with 64, 96 and 128 of "
+                "k, or 0 for both"
+            )
         if self.qv:
             raise ValueError(f"qv beside dtype='e4m3': {_NO_QV}")
 

@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,8 +40,11 @@ SMALLEST_AMAX = 2.0**-40
 #: What a larger one is rounded to: the largest float32 number that is a power of two times 448.
 LARGEST_AMAX = 448.0 * 2.0**119
 
-#: Rows that may share a scale.
-BLOCK_ROWS = (64, 128)
+#: Rows of q, and of k and v, that may share a scale. 64 queries are those of a warpgroup, which takes one factor for
+#: all of its scores; keys go by tiles.
+BLOCK_ROWS = ((64, 128), (64, 96, 128))
+#: In words, with what else a block may be.
+BLOCK_CHOICES = "'head', 'tensor', or a pair (64 or 128 rows of q, 64, 96 or 128 rows of k and v)"
 
 #: Keys of V^T are stored in groups of so many, in an order of their own.
 SLOTS = 16
@@ -147,6 +151,24 @@ def rope_rows(
     return torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
 
 
+# Blocks of rows -----------------------------------------------------------------------------------------------------
+
+
+def is_block(block: Any) -> bool:
+    """Whether so many (rows of q, rows of k and v) may share a scale."""
+    return len(block) == 2 and all(
+        not isinstance(rows, bool) and rows in allowed for rows, allowed in zip(block, BLOCK_ROWS, strict=True)
+    )
+
+
+def default_block(head_dim: int) -> tuple[int, int]:
+    """(rows of q, rows of k and v) that share a scale unless a caller says otherwise.
+
+    Keys as the fastest kernel for this head dim takes them at a time, or twice as many.
+    """
+    return (128, 96) if 64 < head_dim <= 128 else (128, 128)
+
+
 # Scales and rounding ------------------------------------------------------------------------------------------------
 
 
@@ -166,10 +188,9 @@ def _amax(x: Tensor, rows: int | str) -> Tensor:
 def round_up_amax(amax: Tensor) -> Tensor:
     """The smallest power of two times 448 that is at least ``amax``, but not above `LARGEST_AMAX`; a normal float32.
 
-    Kernels multiply probabilities by a block's scale of V over the largest of its head before they round them to e4m3.
-    The probability of the key with the largest score so far is 1, which only a power of two leaves without error: with
-    any other ratio, rows that one key rules lose more than blocks gain. q and k are better off without: the largest
-    value of a block becomes 448, of which nothing is rounded off.
+    Kernels multiply probabilities by a block's scale of V over the largest of its head before they round them to e4m3:
+    a power of two moves them to other exponents and adds no rounding of its own. q and k are better off without: the
+    largest value of a block becomes 448, of which nothing is rounded off.
     """
     bits = amax.clamp_max(LARGEST_AMAX).view(torch.int32)
     # 448 is 1.75 * 2^8: a fraction above 1.75 goes to the next exponent, every other up to 1.75.
@@ -210,8 +231,8 @@ def quantize_tensor(
 
     Args:
         x: (batch, seqlen, heads, d) fp16, bf16 or fp32, any strides; d a multiple of 16 up to 256.
-        rows: so many rows of a head share a scale, 64 or 128; or ``"head"``: all of them; or ``"tensor"``: one scale
-            for the whole of x.
+        rows: so many rows of a head share a scale, 64, 96 or 128; or ``"head"``: all of them; or ``"tensor"``: one
+            scale for the whole of x.
         rotate: random signs and the Hadamard transform along d.
         seed: of the signs, 0 to ``2**31 - 1``.
         rope: (cos, sin), each (positions, d / 2), fp16, bf16 or fp32, rotate each row first; see `rope_rows`.
@@ -314,9 +335,9 @@ class QuantizedQKV:
             raise ValueError(f"v_layout={self.v_layout!r}: allowed are 'row' and 'transposed'")
         if isinstance(self.block, str):
             if self.block not in ("head", "tensor"):
-                raise ValueError(f"block={self.block!r}: allowed are 'head', 'tensor', and two of 64 and 128")
-        elif len(self.block) != 2 or any(rows not in BLOCK_ROWS for rows in self.block):
-            raise ValueError(f"block={self.block!r}: allowed are 'head', 'tensor', and two of 64 and 128")
+                raise ValueError(f"block={self.block!r}: allowed are {BLOCK_CHOICES}")
+        elif not is_block(self.block):
+            raise ValueError(f"block={self.block!r}: allowed are {BLOCK_CHOICES}")
         for name in ("q", "k", "v"):
             tensor = getattr(self, name)
             if tensor.dtype is not E4M3:

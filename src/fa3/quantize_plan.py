@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fa3.plan import DeviceFacts
+from fa3.quantization import default_block
 from fa3.spec import QuantizeSpec
 
 #: Rows of a thread block where all rows of a head share a scale.
@@ -63,7 +64,7 @@ def plan_quantize(
     Args:
         dtype, head_dim, rotate, rope, interleaved, transpose, power_of_two: as of `fa3.spec.QuantizeSpec`.
         batch, seqlen, heads: of the tensor, none 0.
-        rows: rows that share a scale, 64 or 128, or ``"head"`` or ``"tensor"``.
+        rows: rows that share a scale, 64, 96 or 128, or ``"head"`` or ``"tensor"``.
         facts: of the device.
 
     Raises:
@@ -110,14 +111,16 @@ def loads_ahead(head_dim: int, rope: str, transpose: bool) -> bool:
 def quantize_specs() -> Iterator[QuantizeSpec]:
     """The kernels that ship; others are compiled when first asked for.
 
-    A scale for each 128 rows of bf16 q and k, rotated, without and with a rotary embedding of halves; of v in rows and
-    transposed, a power of two; and scales of whole heads, without an embedding.
+    A scale for each block of `default_block` of bf16 q and k, rotated, without and with a rotary embedding of halves;
+    of v in rows and transposed, a power of two; and scales of whole heads, without an embedding.
     """
     for head_dim in HEAD_DIMS:
-        plain = QuantizeSpec("bf16", head_dim, ahead=loads_ahead(head_dim, "", False))
-        rotated = replace(plain, rotate=True)
-        yield rotated
-        yield replace(rotated, rope="fp32", ahead=True)
+        of_q, of_k = default_block(head_dim)
+        plain = QuantizeSpec("bf16", head_dim, of_k, ahead=loads_ahead(head_dim, "", False))
+        for rows in sorted({of_q, of_k}):
+            rotated = replace(plain, rows=rows, rotate=True)
+            yield rotated
+            yield replace(rotated, rope="fp32", ahead=True)
         yield replace(plain, power_of_two=True)
         yield replace(plain, transpose=True, ahead=False, power_of_two=True)
     for head_dim in (64, 128, 256):
@@ -127,6 +130,7 @@ def quantize_specs() -> Iterator[QuantizeSpec]:
             yield replace(rotated, scales=scales, rotate=False)
         yield replace(rotated, scales="given", rotate=False, transpose=True, ahead=False)
     yield QuantizeSpec("bf16", 128, rotate=True, rope="same", ahead=True)
-    yield QuantizeSpec("fp16", 128, rotate=True)
-    yield QuantizeSpec("fp16", 128, power_of_two=True)
-    yield QuantizeSpec("fp16", 128, transpose=True, power_of_two=True)
+    for rows in sorted({*default_block(128)}):
+        yield QuantizeSpec("fp16", 128, rows, rotate=True)
+    yield QuantizeSpec("fp16", 128, default_block(128)[1], power_of_two=True)
+    yield QuantizeSpec("fp16", 128, default_block(128)[1], transpose=True, power_of_two=True)

@@ -547,7 +547,7 @@ class QuantizeSpec(_Spec):
     Attributes:
         dtype: element type of the input, ``"fp16"`` or ``"bf16"``.
         head_dim: its columns, a multiple of 16 up to 256.
-        rows: rows of a thread block, 64 or 128; with ``scales="block"`` they share a scale.
+        rows: rows of a thread block, 64, 96 or 128; with ``scales="block"`` they share a scale.
         rotate: random signs and the Hadamard transform along the columns.
         rope: a rotary embedding before that: ``"fp32"`` or ``"same"``, the dtype of cos and sin; empty: none.
         interleaved: pairs of the embedding are columns (2i, 2i + 1), else (i, i + head_dim / 2).
@@ -579,7 +579,7 @@ class QuantizeSpec(_Spec):
     @property
     def ahead_bytes(self) -> int:
         """Bytes of shared memory for the input of this head and of the next."""
-        return 2 * ELEMENT_BYTES[self.dtype] * self.rows * self.head_dim if self.ahead else 0
+        return 2 * ELEMENT_BYTES[self.dtype] * self.threads * self.units * self.held if self.ahead else 0
 
     @property
     def shared_bytes(self) -> int:
@@ -615,13 +615,19 @@ class QuantizeSpec(_Spec):
 
     @property
     def units(self) -> int:
-        """Units of a thread: two of 32 elements or less, where that leaves whole warps."""
-        return 1 if self.held > 32 or self.rows * self.head_dim % (2 * 32 * self.held) else 2
+        """Units of a thread: two of 32 elements or less, where that leaves whole warps, or one would be too many."""
+        units = self.rows * self.head_dim // self.held
+        return 2 if units > 1024 or (self.held <= 32 and units % 64 == 0) else 1
+
+    @property
+    def working_threads(self) -> int:
+        """Threads of a block that have units."""
+        return self.rows * self.head_dim // (self.held * self.units)
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
-        return self.rows * self.head_dim // (self.held * self.units)
+        """Threads of a block, whole warps: of 96 rows and odd multiples of 16 columns the last 16 may have no unit."""
+        return -(-self.working_threads // 32) * 32
 
     @property
     def name(self) -> str:
@@ -644,7 +650,7 @@ class QuantizeSpec(_Spec):
         """Raise ``ValueError`` when no kernel can be compiled from this spec."""
         for name, allowed in (
             ("dtype", tuple(ELEMENT_BYTES)),
-            ("rows", (64, 128)),
+            ("rows", (64, 96, 128)),
             ("rope", ("", "fp32", "same")),
             ("scales", ("block", "amax", "given")),
         ):

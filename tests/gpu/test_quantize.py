@@ -8,18 +8,22 @@ import torch
 
 from fa3 import quantization
 from fa3.backends import hopper_quantize
+from fa3.errors import FA3Error
 
 HEAD_DIMS = tuple(range(16, 257, 16))
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(autouse=True)
-def _compiles():
-    """Every variant is asked for here, few ship."""
+def quantize(x, **options):
+    """The kernel's answer, or a skip where it is neither in the store nor can be compiled: few of these ship."""
     from fa3.compiler.target import dsl_installed
 
-    if not dsl_installed():
-        pytest.skip("no compiler here")
+    try:
+        return hopper_quantize.quantize_tensor(x, **options)
+    except FA3Error:
+        if dsl_installed():
+            raise
+        pytest.skip("a kernel is not in the store, and no compiler here")
 
 
 def random(batch, seqlen, heads, head_dim, dtype=torch.bfloat16, gaps=0):
@@ -42,7 +46,7 @@ def both(x, **options):
     poison = [torch.full(t.shape, 0x7F, dtype=torch.uint8, device="cuda") for t in expected[:1] * 3]
     poison += [torch.full(expected[1].shape, math.nan, device="cuda") for _ in range(3)]
     del poison
-    return (*hopper_quantize.quantize_tensor(x, **options), *expected)
+    return (*quantize(x, **options), *expected)
 
 
 def assert_same(values, scale, expected, expected_scale):
@@ -63,7 +67,7 @@ def assert_close(values, scale, expected, expected_scale):
 
 
 @pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
-@pytest.mark.parametrize("rows", [64, 128, "head", "tensor"])
+@pytest.mark.parametrize("rows", [64, 96, 128, "head", "tensor"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_head_dim_and_kind_of_scale(head_dim, rows, rotate):
     for dtype in DTYPES if head_dim in (48, 64, 128, 256) else DTYPES[:1]:
@@ -71,7 +75,7 @@ def test_every_head_dim_and_kind_of_scale(head_dim, rows, rotate):
         assert_same(*both(x, rows=rows, rotate=rotate, seed=7))
 
 
-@pytest.mark.parametrize("rows", [64, 128, "head", "tensor"])
+@pytest.mark.parametrize("rows", [64, 96, 128, "head", "tensor"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_v_transposed(head_dim, rows):
     for dtype, seqlen in itertools.product(DTYPES if head_dim in (64, 128) else DTYPES[:1], (1, 16, 127, 400)):
@@ -88,7 +92,7 @@ def test_odd_lengths(seqlen):
 @pytest.mark.parametrize("same", [False, True], ids=["fp32", "same"])
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 96, 128, 192, 256])
 def test_rotary_embedding(head_dim, same, interleaved):
-    for dtype, rows in itertools.product(DTYPES, (64, 128, "head")):
+    for dtype, rows in itertools.product(DTYPES, (64, 96, 128, "head")):
         x = random(2, 300, 5, head_dim, dtype, gaps=2)
         rope = angles(411, head_dim, dtype if same else torch.float32)
         options = {"rows": rows, "rope": rope, "interleaved": interleaved, "first_position": 111}
@@ -110,7 +114,7 @@ def test_what_is_not_finite_and_zeros(head_dim, rotate):
     x[0, 3, 0, 5], x[0, 4, 1, 1], x[0, 200, 0, 9], x[0, 201, 0, 0] = math.inf, math.nan, -math.inf, math.nan
     x[0, 256:384] = 0.0
     x[0, 384:, 0] = math.inf
-    for rows in (64, 128, "head", "tensor"):
+    for rows in (64, 96, 128, "head", "tensor"):
         assert_same(*both(x, rows=rows, rotate=rotate))
         if not rotate:
             assert_same(*both(x, rows=rows, transpose=True))
@@ -140,9 +144,9 @@ def test_nothing_gives_nothing(rows):
 
 def test_a_hundred_repeats_agree_bitwise():
     x = random(2, 1000, 8, 256)
-    first, first_scale = hopper_quantize.quantize_tensor(x, rows=128, rotate=True)
+    first, first_scale = quantize(x, rows=128, rotate=True)
     different = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(100):
-        values, scale = hopper_quantize.quantize_tensor(x, rows=128, rotate=True)
+        values, scale = quantize(x, rows=128, rotate=True)
         different += (values.view(torch.uint8) != first.view(torch.uint8)).sum() + (scale != first_scale).sum()
     assert different.item() == 0

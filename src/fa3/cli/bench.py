@@ -13,7 +13,6 @@ import contextlib
 import datetime
 import importlib.metadata
 import itertools
-import json
 import platform
 import shlex
 import subprocess
@@ -27,7 +26,7 @@ import torch
 
 import fa3
 from fa3.cli import gradients, odd, peers, plots, sweep
-from fa3.cli.files import check_output, positive_integer
+from fa3.cli.files import check_output, positive_integer, write_result
 from fa3.cli.measure import (
     DTYPES,
     Cell,
@@ -261,16 +260,6 @@ def _cells_of(entry: Row, ours_ms: float | None, sm_count: int | None) -> dict[s
     }
 
 
-def _write(result: Row, path: Path | None) -> None:
-    """Write the result file in one step, so that an interrupted run leaves what it had."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    partial.replace(path)
-
-
 def _choose_cells(args: argparse.Namespace, on_gpu: bool) -> list[Cell]:
     tokens = args.tokens or (TOKENS if on_gpu else 2048)
     hidden = args.hidden or (HIDDEN if on_gpu else 512)
@@ -357,8 +346,8 @@ def run(args: argparse.Namespace) -> int:
                 gradients.add_ratios(rows)
             result["rows"] += rows
             del tensors, entrants
-            _write(result, args.json)
-    _write(result, args.json)
+            write_result(result, args.json)
+    write_result(result, args.json)
     print_result(result, args.direction)
     if args.json:
         print(f"wrote {args.json}")
@@ -425,8 +414,8 @@ def _run_shapes(
         for rows, line in measured:
             result["rows"] += rows
             print(line, flush=True)
-            _write(result, args.json)
-    _write(result, args.json)
+            write_result(result, args.json)
+    write_result(result, args.json)
     for note in notes:
         print(f"note: {note}")
     for name, reason in result["missing"].items():

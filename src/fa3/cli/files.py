@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def check_output(option: str, path: Path) -> None:
@@ -26,6 +28,16 @@ def check_output(option: str, path: Path) -> None:
         raise ValueError(f"{option} {path}: cannot write there: {error.strerror}") from error
     if path.exists() and not os.access(path, os.W_OK):
         raise ValueError(f"{option} {path}: the file is there and read-only")
+
+
+def write_result(result: dict[str, Any], path: Path | None) -> None:
+    """Write a result file in one step, so that an interrupted run leaves what it had; nothing without a path."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    partial.replace(path)
 
 
 def positive_integer(text: str) -> int | None:

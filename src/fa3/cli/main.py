@@ -19,6 +19,7 @@ COMMANDS = {
     "explain": "the way of one call from flash_attn_func to the launch, with the reason of each choice",
     "check": "is this machine ready, and what to do if it is not",
     "bench": "speed beside the peers found on this machine",
+    "accuracy": "the error of FP8 attention, by how q, k and v are quantized, beside 16 bits and the peers",
     "compile": "compile kernels into a store; needs no GPU",
     "inspect": "registers, shared memory, spills and instruction counts of compiled kernels",
 }

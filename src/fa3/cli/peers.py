@@ -23,6 +23,8 @@ Prepare = Callable[[Tensor, Tensor, Tensor, bool], Call]
 
 #: Every name that a result file may hold, in the order of the tables.
 NAMES = ("fa3", "fa3-det", "official", "fa4", "cudnn", "fa2", "tiled")
+#: Packages with the official kernels: module, distribution. The first one has the forward alone.
+OFFICIAL = (("fa3_fwd_interface", "fa3-fwd"), ("flash_attn_interface", "flash-attn-3"))
 #: Those whose output is (batch, heads, seqlen, dim).
 HEADS_FIRST = ("cudnn", "fa2")
 
@@ -57,6 +59,12 @@ def _flash_attn_func(module: str) -> Prepare:
     """Prepare of a package whose ``flash_attn_func`` has the signature of FlashAttention."""
     function = importlib.import_module(module).flash_attn_func
     return lambda q, k, v, causal: lambda: function(q, k, v, causal=causal)
+
+
+def official_function() -> Callable[..., object] | None:
+    """``flash_attn_func`` of the official package that `find` finds, if there is one."""
+    module = next((module for module, _ in OFFICIAL if _importable(module)), None)
+    return None if module is None else importlib.import_module(module).flash_attn_func
 
 
 def _deterministic(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
@@ -143,7 +151,7 @@ def _find_one(name: str, device: torch.device, named: bool, direction: str) -> I
     if name == "fa3":
         return Impl("fa3", fa3.__version__, _flash_attn_func("fa3"))
     if name == "official":
-        for module, distribution in (("fa3_fwd_interface", "fa3-fwd"), ("flash_attn_interface", "flash-attn-3")):
+        for module, distribution in OFFICIAL:
             if _importable(module):
                 if direction != "fwd" and distribution == "fa3-fwd":
                     return "fa3-fwd has the forward alone"

@@ -66,18 +66,26 @@ def _new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG; the same figure gives the same bytes."""
+    """Write a PNG, or by the file's name an SVG; the same figure gives the same bytes."""
+    from matplotlib import rc_context
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, format="png", metadata={"Software": None})
+    if path.suffix == ".svg":
+        with rc_context({"svg.hashsalt": "fa3"}):
+            figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    else:
+        figure.savefig(path, dpi=150, format="png", metadata={"Software": None})
 
 
 def figure_of(result: Row, regime: str | None = None) -> Figure:
-    """The picture that fits a result file: speed by sequence length, the schedule, host time, or a training run."""
+    """The picture that fits a result file: speed or errors by length, the schedule, host time, a training run."""
     rows = result["rows"]
     if not rows:
         raise ValueError("the result file has no rows to draw")
     if result["kind"] == "training":
         return _training(rows, _subtitle(result))
+    if result["kind"] == "accuracy":
+        return _accuracy(rows, _subtitle(result))
     if result["kind"] == "host":
         return _bars(
             [LABELS[row["impl"]] for row in rows],
@@ -167,6 +175,48 @@ def _bars(labels: Sequence[str], values: Sequence[float], colours: Sequence[str]
     _plain(axes)
     figure.suptitle(title, fontsize=10)
     return figure
+
+
+#: Curves of the errors of e4m3: (impl, dtype, scales, incoherent, two_level) -> (label, colour, kind of line).
+_ERRORS: dict[tuple[Any, ...], tuple[str, str, str]] = {
+    ("official", "e4m3", "tensor", False, None): ("official e4m3", COLOURS["official"], "-"),
+    ("official", "e4m3", "tensor", True, None): ("official e4m3, incoherent", COLOURS["fa4"], "-"),
+    ("fa3", "e4m3", "block", True, False): ("fa3 e4m3, one level", COLOURS["fa3-det"], "-"),
+    ("fa3", "e4m3", "block", True, True): ("fa3 e4m3, two levels", COLOURS["fa3"], "-"),
+    ("exact sums", "e4m3", "block", True, None): ("the same with exact sums", COLOURS["fa3"], ":"),
+    ("fa3", "bf16", "", False, None): ("fa3 bf16", "#5a5a5a", "-"),
+    ("fa3", "fp16", "", False, None): ("fa3 fp16", COLOURS["fa2"], "-"),
+}
+
+
+def _accuracy(rows: Sequence[Row], title: str) -> Figure:
+    """One panel for each head dim: errors of the paper's data by sequence length."""
+    rows = [row for row in rows if row["data"] == "paper"] or list(rows)
+    head_dims = sorted({row["d"] for row in rows})
+    figure = _new_figure(4.2 * len(head_dims), 4.0)
+    panels = figure.subplots(1, len(head_dims), squeeze=False, sharey=True)[0]
+    handles: dict[str, Any] = {}
+    for axes, head_dim in zip(panels, head_dims, strict=True):
+        seqlens = sorted({row["s"] for row in rows if row["d"] == head_dim})
+        for key, (label, colour, style) in _ERRORS.items():
+            found = {row["s"]: row["rmse"] for row in rows if row["d"] == head_dim and _error_key(row) == key}
+            if found:
+                places = [seqlens.index(s) for s in sorted(found)]
+                errors = [found[s] for s in sorted(found)]
+                (handles[label],) = axes.plot(places, errors, style, color=colour, marker="o", markersize=3)
+        axes.set_yscale("log")
+        axes.set_title(f"head dim {head_dim}", fontsize=10)
+        axes.set_xticks(range(len(seqlens)), [_short(seqlen) for seqlen in seqlens])
+        axes.set_xlabel("sequence length")
+        _plain(axes)
+    panels[0].set_ylabel("root mean square error")
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _error_key(row: Row) -> tuple[Any, ...]:
+    return tuple(row[field] for field in ("impl", "dtype", "scales", "incoherent", "two_level"))
 
 
 def _training(rows: Sequence[Row], title: str) -> Figure:

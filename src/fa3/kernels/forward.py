@@ -468,7 +468,7 @@ class ForwardKernel(Producer, Epilogue):
             operands = operands._replace(
                 next_p=layout.make_probability_operand(self.tile_n, self.dtype), ones=ones, sums=sums,
                 share_inverse=cute.make_rmem_tensor(1, Float32),
-                arrived=cute.make_rmem_tensor(2, Int32),
+                arrived=cute.make_rmem_tensor(2, Int32), next_scales=cute.make_rmem_tensor(2, Float32),
             )  # fmt: skip
         state = self.softmax_state.make(scale_log2)
 
@@ -634,7 +634,11 @@ class ForwardKernel(Producer, Epilogue):
         """
         self.load_next_step(work, loads, me, step)
         position = work.position + step
-        factors = self.factors_of(work, me, step)
+        factors = self.factors_of(work, me, step, operands, first)
+        scale_log2 = self.scale_of(state, factors)
+        if const_expr(self.spec.key_block):
+            # The limits are those of this step's factor. Here nobody waits for them.
+            state.set_limits(scale_log2)
         # All that the products need is there before the turn is taken: nothing else holds them up.
         if const_expr(self.spec.fp8 and not first):
             if operands.arrived[0] == 0:
@@ -667,7 +671,7 @@ class ForwardKernel(Producer, Epilogue):
         if const_expr(self.spec.pingpong and self.spec.fp8):
             barriers.give_turn(me.group, self.groups)
         barriers.release(loads.k.empty, position, self.stages)
-        moved = self.softmax_step(work, me, operands.scores, state, step, masked, factors, first)
+        moved = self.softmax_step(work, me, operands.scores, state, step, masked, factors, scale_log2, first)
 
         if const_expr(self.spec.fp8):
             # Asked early, the next step does not wait for the answer.
@@ -732,38 +736,51 @@ class ForwardKernel(Producer, Epilogue):
 
     @cute.jit
     def with_scales(self, work: Work, me: Consumer) -> Consumer:
-        """The consumer with the scales of its rows of a tile of work."""
+        """The consumer with the scales of its rows of a tile of work: nothing is done yet with what is read."""
         of = scales.Scales.of_numbers(work.extras.scales)
         head_kv = work.head // work.sizes.heads_per_kv
         row = work.first_row + WGMMA_ROWS * me.group
         block = cutlass.max(cutlass.min(row, work.sizes.rows - 1), 0) // of.query_block
-        of_scores = scales.read(of.q, work.batch_index, work.head // of.query_heads, block)
-        largest_inverse = Float32(0.0)
+        queries = scales.read(of.q, work.batch_index, work.head // of.query_heads, block)
+        keys, k_address, v_address = Float32(1.0), Int64(0), Int64(0)
         if const_expr(self.spec.key_block):
+            k_address = scales.address_of_head(of.k, work.batch_index, head_kv)
+            v_address = scales.address_of_head(of.v, work.batch_index, head_kv)
             output = scales.read(of.largest, work.batch_index, head_kv, Int32(0))
-            largest_inverse = scales.inverse(output)
         else:
+            keys = scales.read(of.k, work.batch_index, head_kv, Int32(0))
             output = scales.read(of.v, work.batch_index, head_kv, Int32(0))
-            of_scores = scales.factor_of(of_scores, scales.read(of.k, work.batch_index, head_kv, Int32(0)))
-        return me._replace(scales=RowScales(of_scores, output, largest_inverse))
+        return me._replace(scales=RowScales(queries, keys, output, k_address, v_address))
 
     @cute.jit
-    def factors_of(self, work: Work, me: Consumer, step: Int32) -> scales.Factors | None:
+    def factors_of(
+        self, work: Work, me: Consumer, step: Int32, operands: Operands, first: cutlass.Constexpr
+    ) -> scales.Factors | None:
         """What scales make of the scores of a step; of 16-bit tensors nothing."""
         factors = None
         if const_expr(self.spec.key_block):
-            of = scales.Scales.of_numbers(work.extras.scales)
-            head_kv = work.head // work.sizes.heads_per_kv
-            block = self.key_tile_of(work, step) // (self.spec.key_block // self.tile_n)
-            factors = scales.factors_of_tile(
-                me.scales.scores,
-                scales.read(of.k, work.batch_index, head_kv, block),
-                scales.read(of.v, work.batch_index, head_kv, block),
-                me.scales.largest_inverse,
-            )
+            if const_expr(first):
+                self.read_scales(work, me, step, operands)
+            k_scale, v_scale = operands.next_scales[0], operands.next_scales[1]
+            factors = scales.factors_of_tile(me.scales.queries, k_scale, v_scale, me.scales.output)
+            self.read_scales(work, me, cutlass.min(step + 1, work.key_tiles - 1), operands)
         elif const_expr(self.spec.fp8):
-            factors = scales.Factors(me.scales.scores, None, None)
+            factors = scales.Factors(scales.factor_of(me.scales.queries, me.scales.keys), None, None)
         return factors
+
+    def scale_of(self, state: softmax.State, factors: scales.Factors | None) -> Float32:
+        """Factor of the scores that come to the softmax, in log2 units."""
+        if not self.spec.fp8 or self.spec.softcap or self.score_mod is not None:
+            return state.scale_log2
+        return state.scale_log2 * factors.scores
+
+    @cute.jit
+    def read_scales(self, work: Work, me: Consumer, step: Int32, operands: Operands):
+        """Read the scales of a step's block of keys."""
+        of = scales.Scales.of_numbers(work.extras.scales)
+        block = self.key_tile_of(work, step) // (self.spec.key_block // self.tile_n)
+        operands.next_scales[0] = scales.read_block(me.scales.k_address, of.k, block)
+        operands.next_scales[1] = scales.read_block(me.scales.v_address, of.v, block)
 
     def tile_at(self, operand: cute.Tensor, position: Int32) -> cute.Tensor:
         """The tile of a B operand in the stage of ``position``."""
@@ -779,6 +796,7 @@ class ForwardKernel(Producer, Epilogue):
         step: Int32,
         masked: Boolean | bool,
         factors: scales.Factors | None,
+        scale_log2: Float32,
         first: cutlass.Constexpr,
     ) -> Boolean:
         """Turn scores into probabilities and bring the softmax state up to date.
@@ -787,15 +805,12 @@ class ForwardKernel(Producer, Epilogue):
         """
         view = layout.rows_and_columns(raw_scores)
         extras = work.extras
-        scale_log2 = state.scale_log2
         if const_expr(self.spec.fp8):
             # The scales join the first factor that there is.
             if const_expr(self.spec.softcap):
                 extras = extras._replace(tanh_factor=extras.tanh_factor * factors.scores)
             elif const_expr(self.score_mod is not None):
                 extras = extras._replace(mod_factor=extras.mod_factor * factors.scores)
-            else:
-                scale_log2 = scale_log2 * factors.scores
         if const_expr(self.spec.softcap):
             scores.cap(view, extras.tanh_factor)
         if const_expr(self.score_mod is not None):
@@ -809,8 +824,6 @@ class ForwardKernel(Producer, Epilogue):
         elif masked:
             self.hide(work, me, view, step)
         if const_expr(self.spec.fp8):
-            if const_expr(self.spec.key_block):
-                state.set_limits(scale_log2)
             largest = softmax.row_max_bits(cute.recast_tensor(view, Int32))
             moved = state.exceeded(largest)
             if moved:

@@ -40,6 +40,10 @@ def round_up_amax(amax: Float32) -> Float32:
     return bits.bitcast(Float32)
 
 
+#: Further than any row is; a sum with a row is an Int32 still.
+FAR = 2**30
+
+
 def _blocks_per_sm(warps: int, registers: int) -> int:
     """Thread blocks of so many warps that a multiprocessor has registers for: each of its quarters has 2^14."""
     blocks = 1
@@ -101,6 +105,9 @@ class QuantizeKernel:
         #: other when they are read, and 32 bytes of a column of keys, or more, when they are written.
         self.pieces_of_warp = 2 if spec.head_dim % 32 else 4
         self.words_of_warp = 32 // self.pieces_of_warp
+        if spec.rows // 4 % self.words_of_warp:
+            #: Of 96 rows all 24 words go together, to one and a half warps.
+            self.words_of_warp = spec.rows // 4
         #: Stages of the transform beyond those inside a piece.
         self.stages = rotation.stages_of(spec.held, spec.piece, spec.exchanging)
 
@@ -312,15 +319,22 @@ class QuantizeKernel:
 
     def row_of(self, thread: Int32, unit: int) -> Int32:
         """The row of a unit in its block, of those that are rows."""
-        return thread // self.spec.across + unit * (self.spec.rows // self.spec.units)
+        return thread // self.spec.across + unit * (self.spec.rows // self.spec.units) + self.nowhere(thread)
 
     def slots_of(self, thread: Int32, unit: int) -> tuple[Int32, Int32]:
         """The 4 slots, as a word of V^T, and the piece of 8 columns of a unit, with ``transpose``."""
-        number = thread + unit * self.spec.threads
+        number = thread + unit * self.spec.working_threads
         tiles = self.spec.head_dim // (VECTOR * self.pieces_of_warp)
-        tile, lane = number // 32, number % 32
-        word = tile // tiles * self.words_of_warp + lane // self.pieces_of_warp
+        lanes = self.words_of_warp * self.pieces_of_warp
+        tile, lane = number // lanes, number % lanes
+        word = tile // tiles * self.words_of_warp + lane // self.pieces_of_warp + self.nowhere(thread) // 4
         return word, tile % tiles * self.pieces_of_warp + lane % self.pieces_of_warp
+
+    def nowhere(self, thread: Int32) -> Int32 | int:
+        """What to add to the row of a thread: for one that has no unit, far more rows than there are."""
+        if const_expr(self.spec.threads == self.spec.working_threads):
+            return 0
+        return thread // self.spec.working_threads * FAR
 
     def float32(self, address: Int64, place: Int64) -> cute.Tensor:
         """One float32 in global memory."""

@@ -4,8 +4,9 @@ Entries of q, k and v have outliers, everything is quantized, attention is compu
 is the root mean square of the difference to float64 (Shah et al., arXiv:2407.08608, section 4.3, table 3).
 
 What is emulated: e4m3 q, k and v with their scales, and the rounding of probabilities to e4m3, 2^8 times as large and
-times the scale of V of their block. What is not: sums are exact, where tensor cores keep 14 bits; and probabilities are
-relative to the largest score of the whole row, not to that of the keys so far.
+times the scale of V of their block; the row sums are those of the rounded ones. What is not: sums are exact, where
+tensor cores keep 14 bits; and probabilities are relative to the largest score of the whole row, not to that of the keys
+so far.
 
 What rotation does: e4m3 has steps relative to each value, so an outlier costs its neighbours nothing; what it costs is
 its own rounding. The error of a score is about ``step * sqrt(sum (q_c k_c)^2)``, and after rotation ``step * |q| |k| /
@@ -20,35 +21,51 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fa3.quantization import QuantizedQKV, quantize_qkv, quantize_tensor, rows_of_transposed, to_e4m3
+from fa3.quantization import (
+    QuantizedQKV,
+    default_block,
+    quantize_qkv,
+    quantize_tensor,
+    rows_of_transposed,
+    to_e4m3,
+)
 
 #: Probabilities are this many times as large when they are rounded: e4m3 reaches 448.
 P_SCALE = 256.0
 
 #: Name -> (block, incoherent), as `fa3.quantize_qkv` takes them.
-CHOICES: dict[str, tuple[tuple[int, int] | str, bool]] = {
+CHOICES: dict[str, tuple[str | None, bool]] = {
     "tensor": ("tensor", False),
     "tensor, incoherent": ("tensor", True),
     "head": ("head", False),
     "head, incoherent": ("head", True),
-    "block": ((128, 128), False),
-    "block, incoherent": ((128, 128), True),
+    "block": (None, False),
+    "block, incoherent": (None, True),
 }
 
 
 # Data ---------------------------------------------------------------------------------------------------------------
 
 
+def _randn(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device)
+
+
+def _rand(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=generator, device=generator.device)
+
+
 def _spiky(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    spikes = 10.0 * torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.001)
-    return torch.randn(shape, generator=generator) + spikes
+    spikes = 10.0 * _randn(shape, generator) * (_rand(shape, generator) < 0.001)
+    return _randn(shape, generator) + spikes
 
 
 def _channels(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Factors of the columns of each head: 1, but 20 to 50 for two of them."""
     heads, head_dim = shape[-2:]
-    columns = torch.rand(heads, head_dim, generator=generator).topk(2).indices
-    return torch.ones(heads, head_dim).scatter(1, columns, 20.0 + 30.0 * torch.rand(heads, 2, generator=generator))
+    columns = _rand((heads, head_dim), generator).topk(2).indices
+    factors = torch.ones(heads, head_dim, device=generator.device)
+    return factors.scatter(1, columns, 20.0 + 30.0 * _rand((heads, 2), generator))
 
 
 def paper_outliers(shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,20 +81,20 @@ def channel_outliers(shape: tuple[int, ...], generator: torch.Generator) -> tupl
     about 3, as trained models have it.
     """
     factors = _channels(shape, generator)
-    q, k = (torch.randn(shape, generator=generator) * factors for _ in range(2))
+    q, k = (_randn(shape, generator) * factors for _ in range(2))
     deviation = factors.pow(4).sum(dim=-1, keepdim=True).sqrt() * shape[-1] ** -0.5
-    return 3.0 * q / deviation, k, torch.randn(shape, generator=generator)
+    return 3.0 * q / deviation, k, _randn(shape, generator)
 
 
 def key_channel_outliers(shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """The same, but with those columns in k alone."""
     factors = _channels(shape, generator)
-    q, k = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator) * factors
+    q, k = _randn(shape, generator), _randn(shape, generator) * factors
     deviation = factors.pow(2).sum(dim=-1, keepdim=True).sqrt() * shape[-1] ** -0.5
-    return 3.0 * q / deviation, k, torch.randn(shape, generator=generator)
+    return 3.0 * q / deviation, k, _randn(shape, generator)
 
 
-#: Name -> q, k and v of a shape (..., heads, head_dim), float32, on the CPU.
+#: Name -> q, k and v of a shape (..., heads, head_dim), float32, on the generator's device.
 DATA: dict[str, Callable[[tuple[int, ...], torch.Generator], tuple[Tensor, Tensor, Tensor]]] = {
     "paper": paper_outliers,
     "channels": channel_outliers,
@@ -86,16 +103,20 @@ DATA: dict[str, Callable[[tuple[int, ...], torch.Generator], tuple[Tensor, Tenso
 
 
 def make_inputs(
-    kind: str, shape: tuple[int, int, int, int], seed: int = 0, dtype: torch.dtype = torch.float16
+    kind: str,
+    shape: tuple[int, int, int, int],
+    seed: int = 0,
+    dtype: torch.dtype = torch.float16,
+    device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of one shape (batch, seqlen, heads, head_dim), on the CPU.
+    """q, k and v of one shape (batch, seqlen, heads, head_dim); each kind of device draws other numbers.
 
     Raises:
         ValueError: ``kind`` is not a name of `DATA`.
     """
     if kind not in DATA:
         raise ValueError(f"kind={kind!r}: allowed are {', '.join(DATA)}")
-    q, k, v = DATA[kind](shape, torch.Generator().manual_seed(seed))
+    q, k, v = DATA[kind](shape, torch.Generator(device).manual_seed(seed))
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
@@ -125,27 +146,33 @@ def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     return _times_values(probabilities / row_sum, v)
 
 
-def emulate(x: QuantizedQKV, causal: bool = False, round_probabilities: bool = True) -> Tensor:
+def emulate(
+    x: QuantizedQKV, causal: bool = False, round_probabilities: bool = True, queries: Tensor | None = None
+) -> Tensor:
     """What a kernel with exact sums answers before it rounds out, float64 (batch, seqlen_q, heads_q, head_dim_v).
 
     Args:
         x: q, k and v in e4m3. Every query must see a key.
         causal: bottom-right aligned mask.
         round_probabilities: False leaves the error of q, k and v alone.
+        queries: the answers of these alone, (count,) indices; without ``causal``.
     """
     q, k, v = x.dequantize()
+    if queries is not None:
+        q = q[:, queries]
     probabilities, row_sum = _probabilities(q, k, causal)
     if not round_probabilities:
         return _times_values(probabilities / row_sum, v)
     largest = x.v_scale if x.v_scale_max is None else x.v_scale_max
     values = x.v if x.v_layout == "row" else rows_of_transposed(x.v, x.seqlen_k)
     group = x.q.shape[2] // x.k.shape[2]
-    weights = torch.full_like(probabilities[:, ::group, :1], P_SCALE)
+    share = torch.ones_like(probabilities[:, ::group, :1])
     if x.k_block:
-        weights *= (x.v_scale / largest[..., None]).repeat_interleave(x.k_block, dim=-1)[:, :, None, : x.seqlen_k]
-    rounded = to_e4m3((probabilities * weights.repeat_interleave(group, dim=1)).float())
-    out = _times_values(rounded.double() / row_sum, values)
-    return out * (largest.double() / P_SCALE).repeat_interleave(group, dim=1)[:, None, :, None]
+        share *= (x.v_scale / largest[..., None]).repeat_interleave(x.k_block, dim=-1)[:, :, None, : x.seqlen_k]
+    share = share.repeat_interleave(group, dim=1)
+    rounded = to_e4m3((probabilities * share * P_SCALE).float()).double()
+    out = _times_values(rounded / (rounded / share).sum(dim=-1, keepdim=True), values)
+    return out * largest.double().repeat_interleave(group, dim=1)[:, None, :, None]
 
 
 # Errors -------------------------------------------------------------------------------------------------------------
@@ -160,7 +187,7 @@ def errors(
     kind: str = "paper",
     shape: tuple[int, int, int, int] = (1, 1024, 4, 128),
     causal: bool = False,
-    choices: dict[str, tuple[tuple[int, int] | str, bool]] = CHOICES,
+    choices: dict[str, tuple[str | None, bool]] = CHOICES,
     seed: int = 0,
     round_probabilities: bool = True,
     device: torch.device | str = "cpu",
@@ -170,6 +197,8 @@ def errors(
     expected = exact(q, k, v, causal)
     answers = {"fp16": rmse(expected.half(), expected)}
     for name, (block, incoherent) in choices.items():
-        x = quantize_qkv(quantize_tensor, q, k, v, seed=seed if incoherent else None, block=block)
+        x = quantize_qkv(
+            quantize_tensor, q, k, v, seed=seed if incoherent else None, block=block or default_block(shape[3])
+        )
         answers[name] = rmse(emulate(x, causal, round_probabilities), expected)
     return answers

@@ -25,7 +25,7 @@ ROOM = math.log2(448.0)
 
 #: Threshold of the first tile of keys: the scores of those to come may well be larger, and then need not move anything.
 #: Wherever the largest score comes later, the reference has moved to it by the threshold of the spec.
-FIRST_THRESHOLD = 2.8
+FIRST_THRESHOLD = 3.8
 
 
 @cute.jit
@@ -36,7 +36,11 @@ def quad_max_bits(bits: Int32) -> Int32:
 
 
 class State(softmax.State):
-    """Softmax state of the rows that one thread holds; ``reference`` is in log2 units."""
+    """Softmax state of the rows that one thread holds.
+
+    ``reference`` is the limit of scores in log2 units, at which a probability is the largest number of e4m3: ``ROOM``
+    above ``offset``, but -inf where a row has seen no key.
+    """
 
     @cute.jit
     def exceeded(self, largest: tuple[Int32, Int32]) -> Boolean:
@@ -49,10 +53,7 @@ class State(softmax.State):
         """Set the limits of scores that have this factor."""
         inverse = cute.arch.rcp_approx(factor)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            # -inf where the row has seen no key: then every score is beyond it.
-            seen = self.reference[r] != -Float32.inf
-            limit = (self.offset[r] + Float32(ROOM)) * inverse if seen else -Float32.inf
-            self.limit_bits[r] = softmax.limit_of(limit, Float32(0.0))
+            self.limit_bits[r] = softmax.limit_of(self.reference[r] * inverse, Float32(0.0))
 
     @cute.jit
     def move_to(
@@ -62,10 +63,10 @@ class State(softmax.State):
         factor: Float32,
         threshold: cutlass.Constexpr,
     ):
-        """Move the references to the running maxima; ``factor`` is what the past must be multiplied by.
+        """Move the limits of the rows that have a score beyond theirs; ``self.factor`` is what the past is multiplied by.
 
-        ``largest`` are the thread's largest scores as bits (`softmax.row_max_bits`). The largest probability is then so
-        far below what e4m3 can hold as the reference stays for a score above it: ``threshold`` in log2 units.
+        The largest score is then ``threshold`` below the limit, in log2 units. ``largest`` are the thread's largest
+        scores as bits (`softmax.row_max_bits`), ``factor`` is that of the scores.
         """
         tops = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
         bits = cute.recast_tensor(tops, Int32)
@@ -76,14 +77,14 @@ class State(softmax.State):
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                 tops[r] = softmax.quad_max_float(softmax.row_max_float(scores[r, None], -Float32.inf))
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            old = self.reference[r]
-            new = cute.arch.fmax(tops[r] * factor, old)
-            # -inf as reference would make (-inf) - (-inf) of a score that is masked.
-            offset = (Float32(0.0) if new == -Float32.inf else new) - Float32(ROOM - threshold)
-            past = -Float32.inf if old == -Float32.inf else self.offset[r]
-            self.factor[r] = cute.math.exp2(past - offset, fastmath=True)
-            self.reference[r] = new
-            self.offset[r] = offset
+            top, limit = tops[r] * factor, self.reference[r]
+            beyond = not (top <= limit)  # NaN is
+            offset = top - Float32(ROOM - threshold)
+            # A row without keys has nothing to keep.
+            past = -Float32.inf if limit == -Float32.inf else self.offset[r]
+            self.factor[r] = cute.math.exp2(past - offset, fastmath=True) if beyond else Float32(1.0)
+            self.offset[r] = offset if beyond else self.offset[r]
+            self.reference[r] = top + Float32(threshold) if beyond else limit
         self.set_limits(factor)
 
     @cute.jit

@@ -55,6 +55,20 @@ class Factors(NamedTuple):
 
 
 @cute.jit
+def address_of_head(of: tuple, batch_index: Int32, head: Int32) -> Int64:
+    """Where the scales of a head's blocks begin."""
+    address, batch_stride, head_stride, _ = of
+    return address + 4 * (Int64(batch_index) * batch_stride + Int64(head) * head_stride)
+
+
+@cute.jit
+def read_block(address: Int64, of: tuple, block: Int32) -> Float32:
+    """The scale of a block of the head whose scales begin at ``address``."""
+    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
+    return cute.make_tensor(pointer + Int64(block) * of[3], cute.make_layout(1))[0]
+
+
+@cute.jit
 def read(of: tuple, batch_index: Int32, head: Int32, block: Int32) -> Float32:
     """One scale, 1 where there are none."""
     address, batch_stride, head_stride, block_stride = of
@@ -74,9 +88,9 @@ def factor_of(q_scale: Float32, k_scale: Float32) -> Float32:
 
 
 @cute.jit
-def factors_of_tile(q_scale: Float32, k_scale: Float32, v_scale: Float32, largest_inverse: Float32) -> Factors:
-    """Of a tile of keys whose block has scales of its own."""
-    share = cute.arch.fmax(v_scale * largest_inverse, Float32(LEAST_SHARE))
+def factors_of_tile(q_scale: Float32, k_scale: Float32, v_scale: Float32, largest: Float32) -> Factors:
+    """Of a tile of keys whose block has scales of its own; ``largest`` is that of v in the head."""
+    share = cute.arch.fmax(v_scale * inverse(largest), Float32(LEAST_SHARE))
     return Factors(factor_of(q_scale, k_scale), cute.math.log2(share, fastmath=True), cute.arch.rcp_approx(share))
 
 

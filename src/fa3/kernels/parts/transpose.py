@@ -32,57 +32,73 @@ CHUNK = 16
 def place_in_tile(
     row: Int32,
     first_row: Int32 | int,
-    column: Int32,
+    first_column: Int32 | int,
+    column: Int32 | int,
     rows: cutlass.Constexpr,
     span: cutlass.Constexpr,
-    first_column: cutlass.Constexpr = 0,
+    more_columns: cutlass.Constexpr,
 ) -> Int32:
-    """Byte at which element (first_row + row, first_column + column) lies in a swizzled tile of ``rows`` rows.
+    """Byte of element (first_row + row, first_column + more_columns + column) in a swizzled tile of ``rows`` rows.
 
     Columns are cut into parts of ``span`` bytes, as `fa3.kernels.parts.copies.shared_layout` lays out 8-bit tiles.
-    ``first_row`` is a multiple of 8, ``first_column`` of 32, ``column`` of 16, and within a part with ``first_column``.
+    ``first_row`` is a multiple of 8. The numbers of columns are multiples of 16; where ``first_column`` is known at run
+    time alone, a part holds no sum of the three but whole.
     """
-    chunk = first_column % span + column % span
+    known = first_column + more_columns
+    chunk = known % span + column
     # The chunk of 16 bytes in its line of 128 changes place with the line's number among 8, 4 or 2.
     key = row * span // 128 % (span // CHUNK) * CHUNK
-    part = (first_column // span + column // span) * (rows * span)
-    return part + first_row * span + row * span + (chunk ^ key)
+    return known // span * (rows * span) + first_row * span + row * span + (chunk ^ key)
 
 
 @cute.jit
 def transpose_tile(
     source: Int32, target: Int32, keys: cutlass.Constexpr, columns: cutlass.Constexpr, warp: Int32, lane: Int32
 ):
-    """Transpose a tile; the addresses are of shared memory, multiples of 1024 bytes, ``warp`` is 0 to ``WARPS`` - 1."""
-    # Each warp has columns of its own: of the places, all but a few numbers are then known when this is compiled.
-    for i in cutlass.range_constexpr((columns // COLUMNS + WARPS - 1) // WARPS):
-        column = (warp + i * WARPS) * COLUMNS
-        if const_expr((i + 1) * WARPS * COLUMNS <= columns):
-            transpose_columns(source, target, keys, columns, column, lane)
-        elif column < columns:
-            transpose_columns(source, target, keys, columns, column, lane)
+    """Transpose a tile; the addresses are of shared memory, multiples of 1024 bytes, ``warp`` is 0 to ``WARPS`` - 1.
+
+    Each warp has keys of its own, or columns: of the places, all but a few numbers are then known at compile time.
+    """
+    if const_expr(keys % (WARPS * KEYS) == 0):
+        key = warp * (keys // WARPS)
+        units = [(k, c) for k in range(0, keys // WARPS, KEYS) for c in range(0, columns, COLUMNS)]
+        transpose_units(source, target, keys, columns, key, Int32(0), units, lane)
+    else:
+        rounds = columns // (WARPS * COLUMNS)
+        units = [(k, i * WARPS * COLUMNS) for i in range(rounds) for k in range(0, keys, KEYS)]
+        transpose_units(source, target, keys, columns, Int32(0), warp * COLUMNS, units, lane)
+        left = columns // COLUMNS - rounds * WARPS
+        if const_expr(left > 0):
+            if warp < left:
+                column = (rounds * WARPS + warp) * COLUMNS
+                others = [(k, 0) for k in range(0, keys, KEYS)]
+                transpose_units(source, target, keys, columns, Int32(0), column, others, lane)
 
 
 @cute.jit
-def transpose_columns(
-    source: Int32, target: Int32, keys: cutlass.Constexpr, columns: cutlass.Constexpr, column: Int32, lane: Int32
+def transpose_units(
+    source: Int32,
+    target: Int32,
+    keys: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+    first_key: Int32,
+    first_column: Int32,
+    units: cutlass.Constexpr,
+    lane: Int32,
 ):
-    """Transpose ``COLUMNS`` columns of a tile.
+    """Transpose units of a tile, each loaded while those before it are sorted and stored.
 
-    First the even ones of them become rows, then the odd ones: a matrix is then 8 rows next to each other, which do not
-    meet in the banks of shared memory. The epilogue puts the columns of the output back into order.
+    First the even ones of 16 columns become rows, then the odd ones: a matrix is then 8 rows next to each other, which
+    do not meet in the banks of shared memory. The epilogue puts the columns of the output back into order.
     """
-    for first in cutlass.range_constexpr(0, keys, AT_ONCE * KEYS):
-        some = range(first, min(first + AT_ONCE * KEYS, keys), KEYS)
-        # All loads before the first store: they wait for shared memory together.
-        words = [
-            ptx.load_matrices_transposed(source + place_in_tile(lane, key, column, keys, swizzle_span(columns)))
-            for key in some
-        ]
-        for i in cutlass.range_constexpr(len(some)):
+    across, down = swizzle_span(columns), swizzle_span(keys)
+    waiting = []
+    for n in cutlass.range_constexpr(len(units) + AT_ONCE):
+        if const_expr(n >= AT_ONCE):
+            key, column = units[n - AT_ONCE]
+            one, two, three, four = waiting[n - AT_ONCE]
             row, slot = lane % COLUMNS, lane // COLUMNS * CHUNK
-            place = place_in_tile(row, column, slot, columns, swizzle_span(keys), some[i])
-            one, two, three, four = words[i]
+            place = place_in_tile(row, first_column + column, first_key, slot, columns, down, key)
             ptx.store_matrices(
                 target + place,
                 Int32(cute.arch.prmt(one, two, 0x6420)),
@@ -90,6 +106,10 @@ def transpose_columns(
                 Int32(cute.arch.prmt(three, four, 0x6420)),
                 Int32(cute.arch.prmt(three, four, 0x7531)),
             )
+        if const_expr(n < len(units)):
+            key, column = units[n]
+            place = place_in_tile(lane, first_key + key, first_column, 0, keys, across, column)
+            waiting.append(ptx.load_matrices_transposed(source + place))
 
 
 @cute.jit
@@ -108,7 +128,7 @@ def store_sorted(target: Int32, output: cute.Tensor, row: Int32, lane: Int32, co
             # Columns 4 * t and 4 * t + 2 of the block, and those behind them.
             even, odd = words[4 * block + r], words[4 * block + 2 + r]
             byte = 8 * (lane % 4)
-            place = place_in_tile(row, 8 * r, byte // CHUNK * CHUNK, WGMMA_ROWS, span, 2 * COLUMNS * block)
+            place = place_in_tile(row, 8 * r, 0, byte // CHUNK * CHUNK, WGMMA_ROWS, span, 2 * COLUMNS * block)
             place = place + byte % CHUNK
             ptx.store_pair(
                 target + place, Int32(cute.arch.prmt(even, odd, 0x5410)), Int32(cute.arch.prmt(even, odd, 0x7632))

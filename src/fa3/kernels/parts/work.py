@@ -157,6 +157,8 @@ class Operands(NamedTuple):
     ones: cute.Tensor | None = None
     sums: cute.Tensor | None = None
     share_inverse: cute.Tensor | None = None
+    #: With blocks: the scales of k and v of the next step, read early.
+    next_scales: cute.Tensor | None = None
     #: Whether K of the next step, and V of this one, have been seen to be there.
     arrived: cute.Tensor | None = None
 
@@ -164,12 +166,14 @@ class Operands(NamedTuple):
 class RowScales(NamedTuple):
     """The scales that a warpgroup's rows of one tile of work have to do with."""
 
-    #: That of q; where k has one scale a head, already times it.
-    scores: Float32
-    #: Factor of the output.
+    #: That of q, and of k where that has one a head.
+    queries: Float32
+    keys: Float32
+    #: Factor of the output: the scale of v, or with blocks the largest of the head.
     output: Float32
-    #: With blocks: the inverse of the largest scale of v.
-    largest_inverse: Float32
+    #: With blocks: where the head's scales of k and of v begin.
+    k_address: Int64
+    v_address: Int64
 
 
 class Consumer(NamedTuple):
