@@ -177,9 +177,8 @@ class TestAttention:
     def test_head_dims_have_the_implementations_that_have_kernels(self, official):
         impl, _ = official
         names = {d: [one.name for one in fp8_speed.attention_impls(d, impl)] for d in (64, 96, 192, 256)}
-        assert names[64] == list(fp8_speed.ATTENTION)
+        assert all(names[d] == list(fp8_speed.ATTENTION) for d in (64, 256))
         assert names[96] == names[192] == ["official", "fa3-rows", "fa3-bf16"]
-        assert names[256] == [name for name in fp8_speed.ATTENTION if name != "fa3-two-level"]
         assert "official" not in [one.name for one in fp8_speed.attention_impls(64, None)]
 
     def test_inputs_hold_numbers_of_e4m3_that_all_get(self):

@@ -79,6 +79,8 @@ _TABLE: dict[tuple[int, int], dict[str, tuple[str, str]]] = {
         "full 64": ("192x64x4/2", "192x64x4"),
         "full add": ("128x96x3/2+4", "128x128x2+4"),
         "full 128 add": ("128x64x4/2+8", "128x128x2+4"),
+        "window add": ("128x64x4/2+8", "128x64x4+8"),
+        "window 128 add": ("128x64x4/2+8", "128x64x4+8"),
         "full 96 add": ("128x96x3/2+4", "128x96x3+4"),
         "full 64 add": ("128x64x4/2+8", "128x64x4+8"),
         "modified": ("128x128x2/2", "128x128x2"),

@@ -58,7 +58,7 @@ H200 = DeviceFacts(name="NVIDIA H200", sm_count=132, l2_bytes=60 * 2**20)
 #: fp16 and bf16 no accuracy, and after the first key tile hardly a tile moves the reference.
 RESCALE_THRESHOLD = 8.0
 
-#: The same of e4m3, whose largest number is 448: a probability of 1 is 256 there, and may grow by 2**0.8.
+#: The same of e4m3, whose largest number is 448: a probability of 1 is about 256 there, and may grow by 2**0.8.
 FP8_RESCALE_THRESHOLD = 0.8
 
 #: Keys from which on partial outputs of e4m3 are added in float32, unless the call says. The tensor core drops what

@@ -24,10 +24,7 @@ from fa3.cli.measure import Cell, Entrant, Row, enter, inputs, make_cell, measur
 from fa3.cli.peers import Call, Impl, Prepare, official_function
 from fa3.cli.timing import Sample, Sensors, burst, burst_calls, median, rounds
 from fa3.fp8_ops import quantize_tensor
-from fa3.fp8_tiles import can_add
-from fa3.plan import tile_class
 from fa3.quantization import E4M3, QuantizedQKV, default_block, transposed
-from fa3.spec import FP8_CLASSES
 
 TOKENS, HIDDEN = 16384, 2048
 HEAD_DIMS = (64, 128, 256)
@@ -151,12 +148,10 @@ def attention_impls(head_dim: int, official: Impl | None) -> list[Impl]:
     prepared: dict[str, Prepare] = {
         "fa3-rows": _quantized("row", False, False),
         "fa3-transposed": _quantized("transposed", False, False),
-        "fa3-blocks": _quantized("transposed", True, None),
+        "fa3-blocks": _quantized("transposed", True, False),
         "fa3-two-level": _quantized("transposed", False, True),
         "fa3-bf16": _bf16,
     }
-    if not can_add(tile_class(head_dim, head_dim, FP8_CLASSES)):
-        del prepared["fa3-two-level"]
     if head_dim in OTHER_HEAD_DIMS:
         prepared = {name: prepared[name] for name in ("fa3-rows", "fa3-bf16")}
     impls = [Impl(name, fa3.__version__, prepare) for name, prepare in prepared.items()]
