@@ -88,6 +88,12 @@ def test_counts_resources_and_register_reallocation_are_read() -> None:
     assert report == Report(168, 0, 0, 2, 1024, 2, 1, 1, 4, 1, [24, 240], [], [], 1, 1)
 
 
+def test_products_of_8_bits_are_products_and_are_counted_by_themselves_too() -> None:
+    of_8_bits = "QGMMA.64x96x32.F32.E4M3.E4M3 R24, R180, gdesc[UR8], R24, gsb0"
+    report = read_report(USAGE, sass([*QK, of_8_bits, "LDSM.16.MT88.4 R4, [R2]", "STSM.16.M88.4 [R2], R4", *EXIT]))
+    assert (report.hgmma, report.qgmma, report.ldsm) == (3, 1, 1)
+
+
 def test_softmax_between_the_two_waits_is_overlap() -> None:
     assert overlap_of([".L_loop:", *QK, *PV, *ONE_LEFT, *SOFTMAX, *NONE_LEFT, *BACK, *EXIT]) == [4]
 
@@ -209,7 +215,7 @@ def test_kernels_of_every_option_promise_the_same(changes: dict[str, object]) ->
 
 def test_e4m3_may_keep_a_few_addresses_in_memory_around_the_main_loop_but_none_in_it() -> None:
     spec = dataclasses.replace(SPEC, dtype="e4m3", out_dtype="bf16", tile_n=32)
-    kept = dataclasses.replace(KEPT, stack=64, spills=9, spills_in_loops=[0, 0], overlap=[8, 8])
+    kept = dataclasses.replace(KEPT, stack=64, spills=9, spills_in_loops=[0, 0], overlap=[8, 8], qgmma=KEPT.hgmma)
     assert check(spec, kept) == []
     for change, sentence in (
         ({"stack": 72}, "stack 72 and local memory 0 bytes: at most 64 and 0"),
@@ -219,6 +225,20 @@ def test_e4m3_may_keep_a_few_addresses_in_memory_around_the_main_loop_but_none_i
         ({"utmaldg": 0}, "no UTMALDG"),
     ):
         (broken,) = check(spec, dataclasses.replace(kept, **change))  # type: ignore[arg-type]
+        assert sentence in broken
+
+
+def test_e4m3_multiplies_8_bits_and_loads_matrices_where_v_must_be_transposed_alone() -> None:
+    spec = dataclasses.replace(SPEC, dtype="e4m3", out_dtype="bf16", tile_n=32)
+    kept = dataclasses.replace(KEPT, spills_in_loops=[0], overlap=[8], qgmma=KEPT.hgmma)
+    in_rows = dataclasses.replace(spec, transpose_stages=2)
+    assert check(in_rows, dataclasses.replace(kept, ldsm=8)) == []
+    for asked, change, sentence in (
+        (spec, {"qgmma": KEPT.hgmma - 2}, "2 of 32 WGMMA are no QGMMA"),
+        (spec, {"ldsm": 8}, "8 LDSM"),
+        (in_rows, {"ldsm": 0}, "no LDSM"),
+    ):
+        (broken,) = check(asked, dataclasses.replace(kept, **change))
         assert sentence in broken
 
 

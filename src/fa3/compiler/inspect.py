@@ -54,6 +54,8 @@ class Report:
             and before the wait that leaves none.
         vector_reductions: additions of 16 bytes of float32 from registers to global memory.
         bulk_reductions: additions of shared memory to global memory.
+        qgmma: those of the WGMMA instructions whose operands have 8 bits.
+        ldsm: LDSM instructions, which load matrices from shared memory to registers.
     """
 
     registers: int
@@ -72,6 +74,8 @@ class Report:
     vector_reductions: int = 0
     bulk_reductions: int = 0
     spills_in_loops: list[int] = field(hash=False, default_factory=list)
+    qgmma: int = 0
+    ldsm: int = 0
 
 
 @dataclass(frozen=True)
@@ -199,6 +203,8 @@ def read_report(resource_usage: str, sass: str) -> Report:
         vector_reductions=count_vectors("REDG", "F32x4"),
         bulk_reductions=count("UBLKRED"),
         spills_in_loops=[sum(i.is_a("LDL") or i.is_a("STL") for i in loop) for loop in loops],
+        qgmma=count("QGMMA"),
+        ldsm=count("LDSM"),
     )
 
 
@@ -208,7 +214,8 @@ def check(spec: KernelSpec, found: Report) -> list[str]:
     if isinstance(spec, BackwardSpec):
         return [*_check_products(spec, found), *_check_spills(found), *_check_backward(spec, found)]
     if isinstance(spec, ForwardSpec) and spec.fp8:
-        return [*_check_products(spec, found), *_check_spills(found), *_check_overlap(spec, found)]
+        common = (*_check_products(spec, found), *_check_spills(found), *_check_overlap(spec, found))
+        return [*common, *_check_fp8(spec, found)]
     if found.stack or found.local:
         broken.append(f"stack {found.stack} and local memory {found.local} bytes: must be 0")
     if found.spills:
@@ -269,6 +276,16 @@ def _check_spills(found: Report) -> Iterator[str]:
         yield f"{found.spills_in_loops} spill instructions (LDL, STL) in the main loops: must be none"
     if found.local or found.stack > STACK_AROUND_THE_LOOP:
         yield f"stack {found.stack} and local memory {found.local} bytes: at most {STACK_AROUND_THE_LOOP} and 0"
+
+
+def _check_fp8(spec: ForwardSpec, found: Report) -> Iterator[str]:
+    if found.qgmma < found.hgmma:
+        yield f"{found.hgmma - found.qgmma} of {found.hgmma} WGMMA are no QGMMA: all must take 8-bit operands"
+    # Nothing else is loaded as matrices: products read shared memory themselves.
+    if spec.transpose_stages and not found.ldsm:
+        yield "no LDSM: tiles of v in rows must be transposed by matrices"
+    if found.ldsm and not spec.transpose_stages:
+        yield f"{found.ldsm} LDSM: V^T needs no transposition"
 
 
 def _check_backward(spec: BackwardSpec, found: Report) -> Iterator[str]:
