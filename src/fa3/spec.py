@@ -599,9 +599,9 @@ class QuantizeSpec(_Spec):
     @property
     def held(self) -> int:
         """Elements of a unit, the work of a thread at a time: of a row, or with ``transpose`` 4 keys of 8 columns."""
-        if self.transpose or self.head_dim == 64:
+        if self.transpose:
             return 32
-        return 64 if self.head_dim % 64 == 0 else 32 if self.head_dim % 32 == 0 else 16
+        return 64 if self.head_dim in (192, 256) else 32 if self.head_dim % 32 == 0 else 16
 
     @property
     def piece(self) -> int:
@@ -625,9 +625,12 @@ class QuantizeSpec(_Spec):
 
     @property
     def units(self) -> int:
-        """Units of a thread: two of 32 elements or less, where that leaves whole warps, or one would be too many."""
+        """Units of a thread: two of rows of less than 128 columns, or of V^T, where that leaves whole warps; or where one
+        would be too many threads.
+        """
         units = self.rows * self.head_dim // self.held
-        return 2 if units > 1024 or (self.held <= 32 and units % 64 == 0) else 1
+        few = self.held <= 32 and (self.transpose or self.head_dim < 128)
+        return 2 if units > 1024 or (few and units % 64 == 0) else 1
 
     @property
     def working_threads(self) -> int:

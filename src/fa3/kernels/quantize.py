@@ -89,9 +89,9 @@ class QuantizeKernel:
         #: So many thread blocks share a multiprocessor: one computes while another waits for its values, or for its
         #: other threads. A thread holds its values and 16 registers more, and of fp16 a few on top; with cos and sin,
         #: or a loop, twice as many, and with those of two rows more than that.
-        registers = 80 if spec.dtype == "bf16" or not spec.rotate else 88
+        registers = self.values + 16 + (8 if spec.dtype == "fp16" and spec.rotate else 0)
         if spec.many_heads:
-            registers = 168 if spec.rope and spec.units == 2 else 128
+            registers = 168 if spec.rope and spec.units == 2 else 128 if self.values > 32 else 80
         self.blocks_per_sm = _blocks_per_sm(spec.threads // 32, registers)
         #: How much of the memory that L1 and shared memory are made of they need for it, in percent, with what CUDA
         #: keeps of each block's; the rest is for L1, which brings cos and sin to one head after the other.
