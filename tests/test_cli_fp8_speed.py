@@ -209,8 +209,8 @@ class TestQuantize:
         cell = measure.make_cell(128, False, 256, 512, 256)
         values = 2 * 256 * 2 * 128
         passes = {name: moved for name, (_, moved) in fp8_speed.quantize_passes(cell, CPU).items()}
-        # 2 batches and 2 heads of 2 blocks of queries, 3 of keys; angles once for all heads and batches.
-        assert passes["q-blocks"] == 3 * values + 4 * 2 * 2 * 2
+        # 2 batches and 2 heads of 4 blocks of queries, 3 of keys; angles once for all heads and batches.
+        assert passes["q-blocks"] == 3 * values + 4 * 2 * 2 * 4
         assert passes["q-blocks-rope"] == passes["q-blocks"] + 2 * 4 * 256 * 64
         assert passes["v-rows"] == passes["v-transposed"] == 3 * values + 4 * 2 * 2 * 3
         assert passes["q-head"] == 3 * values + 4 * 2 * 2
@@ -249,10 +249,11 @@ class TestEndToEnd:
             assert torch.equal(mine.view(x.shape), rope_rows(x, (cos, sin)).bfloat16())
 
     def test_the_rows_are_ratios_to_bf16(self):
-        ((bf16, fp8),), head = measured([], fp8_speed.jobs(quick=True)[3:])
+        ((bf16, fp8, one_level),), head = measured([], fp8_speed.jobs(quick=True)[3:])
         assert head["notes"] == []
         assert (bf16["impl"], bf16["dtype"], bf16["to_bf16"]) == ("bf16", "bf16", 1.0)
         assert (fp8["impl"], fp8["dtype"]) == ("fp8", "e4m3")
+        assert (one_level["impl"], one_level["dtype"]) == ("fp8-one-level", "e4m3")
         assert fp8["to_bf16"] == pytest.approx(bf16["ms"] / fp8["ms"], rel=1e-2, abs=1e-3)
 
     def test_a_rotation_that_cannot_be_compiled_is_noted_and_done_without(self, monkeypatch):

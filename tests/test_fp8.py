@@ -226,10 +226,10 @@ def test_the_kernels_of_the_device_quantize(monkeypatch):
     rope = rope_of()
     by_functions = fa3.flash_attn_quantized_func(fa3.quantize_qkv(q, k, v, rope=rope, seed=9, v_layout="transposed"))
     plain = {"interleaved": False, "first_position": 0, "transpose": False, "power_of_two": False}
-    rotation = {"rotate": True, "seed": 9, "rope": rope, "rows": 128}
+    rotation = {"rotate": True, "seed": 9, "rope": rope}
     expected = [
-        ((2, 90, 4, 32), {**plain, **rotation, "first_position": 60}),
-        ((2, 150, 2, 32), {**plain, **rotation}),
+        ((2, 90, 4, 32), {**plain, **rotation, "rows": 64, "first_position": 60}),
+        ((2, 150, 2, 32), {**plain, **rotation, "rows": 128}),
         (
             (2, 150, 2, 48),
             {**plain, "rotate": False, "seed": 0, "rope": None, "rows": 128, "transpose": True, "power_of_two": True},

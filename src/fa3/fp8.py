@@ -16,7 +16,7 @@ from fa3.interface import check_int, check_options, nobody_watches
 from fa3.mods import BlockMask, MaskMod, ScoreMod
 from fa3.options import OUT_DTYPES, Fp8, Options
 from fa3.problem import MAX_HEAD_DIM, check_bool, check_softmax_scale, named
-from fa3.quantization import BLOCK_CHOICES, MAX_SEED, QuantizedQKV, default_block, is_block
+from fa3.quantization import BLOCK_CHOICES, MAX_SEED, TWO_LEVEL_KEYS, QuantizedQKV, default_block, is_block
 from fa3.tensor_checks import check_device, check_strides, check_tensors, listed
 
 _Rope = tuple[Tensor, Tensor]
@@ -98,9 +98,9 @@ def _check_rope(rope: object, interleaved: object, q: Tensor, k: Tensor) -> _Rop
     return cos, sin
 
 
-def _check_block(block: object, head_dim: int) -> _Block:
+def _check_block(block: object, head_dim: int, two_level: bool) -> _Block:
     if block is None:
-        return default_block(head_dim)
+        return default_block(head_dim, two_level)
     if isinstance(block, str):
         if block not in ("head", "tensor"):
             raise ValueError(f"block={block!r}: allowed are None, {BLOCK_CHOICES}")
@@ -166,8 +166,8 @@ def quantize_qkv(
             outliers of a column over others, so that they cost less accuracy.
         seed: of the signs, 0 to ``2**31 - 1``. q and k that meet must have the same.
         block: (rows of q, rows of k and v) that share a scale, 64 or 128 of q, 64, 96 or 128 of k and v; ``None``:
-            as suits the kernels, (128, 96) for a head_dim from 80 to 128, else (128, 128); ``"head"``: all rows of a
-            head share one; ``"tensor"``: one scale for each of q, k and v.
+            as suits the kernels, (64, 96) or (64, 128) by head_dim and by whether rows are long; ``"head"``: all rows
+            of a head share one; ``"tensor"``: one scale for each of q, k and v.
         v_layout: ``"row"``: v stays (batch, seqlen_k, heads_kv, head_dim_v); ``"transposed"``: V^T as the kernels
             read it, (batch, heads_kv, head_dim_v, seqlen_k rounded up to 16), keys in an order of their own.
 
@@ -187,7 +187,7 @@ def quantize_qkv(
     q, k, v = (x.detach() for x in (q, k, v))
     return quantization.quantize_qkv(
         fp8_ops.quantize_tensor, q, k, v, tables, interleaved, _check_seed(incoherent, seed),
-        _check_block(block, q.shape[3]), v_layout,
+        _check_block(block, q.shape[3], k.shape[1] > TWO_LEVEL_KEYS), v_layout,
     )  # fmt: skip
 
 
@@ -310,8 +310,9 @@ def flash_attn_fp8_func(
     """
     _check_qkv(q, k, v, _SIXTEEN_BITS)
     tables = _check_rope(rope, interleaved, q, k)
-    number, rows = _check_seed(incoherent, seed), _check_block(block, q.shape[3])
     _check_two_level(two_level)
+    adds = k.shape[1] > TWO_LEVEL_KEYS if two_level is None else two_level
+    number, rows = _check_seed(incoherent, seed), _check_block(block, q.shape[3], adds)
     causal, options = _check_options(
         # The same pass over V writes either layout, and the kernels read V^T without shuffling.
         Fp8(v_transposed=True, out_dtype=_DTYPE_NAMES[q.dtype], two_level=two_level),

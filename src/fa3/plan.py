@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fa3.fp8_tiles import FP8_SMALL, FP8_TILES, fp8_rows
 from fa3.problem import Problem
-from fa3.quantization import default_block
+from fa3.quantization import TWO_LEVEL_KEYS, default_block
 from fa3.spec import (
     BLOCK,
     ELEMENT_BYTES,
@@ -60,11 +60,6 @@ RESCALE_THRESHOLD = 8.0
 
 #: The same of e4m3, whose largest number is 448: a probability of 1 is about 256 there, and may grow by 2**0.8.
 FP8_RESCALE_THRESHOLD = 0.8
-
-#: Keys from which on partial outputs of e4m3 are added in float32, unless the call says. The tensor core drops what
-#: lies below 14 bits or so of its sums, always towards 0: of 2048 values around 1 it loses some percent, as many as
-#: rounding them to e4m3 does, and of more keys more.
-TWO_LEVEL_KEYS = 2048
 
 
 #: Below so many rounds of the usual tiles a grid is small: its time is a few whole rounds, and smaller tiles or
@@ -465,21 +460,20 @@ _FP8_COMMON = ((64, 64), (128, 128), (256, 256))
 def fp8_specs() -> Iterator[ForwardSpec]:
     """The shipped kernels of e4m3; others, with out in fp16 for example, are compiled when first asked for.
 
-    At the usual head dims full and causal: v in rows and V^T with a scale a head, V^T with one for every 128 keys, each
-    with partial outputs added in float32 too, and smaller tiles for few. Windows at 64 and 128. At other head dims v in
-    rows with a scale a head.
+    At the usual head dims full and causal: v in rows and V^T with a scale a head, V^T with one for each default block,
+    each with partial outputs added in float32 too, and smaller tiles for few. Windows at 64 and 128. At other head dims
+    v in rows with a scale a head.
     """
     for kind in FP8_CLASSES:
         common = kind in _FP8_COMMON
-        # (whether v is transposed, keys of a block)
-        layouts = ((False, 0), (True, 0), (True, default_block(kind[0])[1])) if common else ((False, 0),)
-        for mask, (transposed, key_block) in itertools.product(("full", "causal"), layouts):
-            for add in (False, True) if common else (False,):
+        for mask, add in itertools.product(("full", "causal"), (False, True) if common else (False,)):
+            # (whether v is transposed, keys of a block)
+            layouts = ((False, 0), (True, 0), (True, default_block(kind[0], add)[1])) if common else ((False, 0),)
+            for transposed, key_block in layouts:
                 for _, choice in fp8_rows(kind, mask, False, key_block, transposed, add):
                     yield make_spec(FP8, kind, mask, choice, key_block=key_block)
-            small = FP8_SMALL[kind][transposed]
-            if common and key_block % small.tile_n == 0:
-                yield make_spec(FP8, kind, mask, small, key_block=key_block)
+                if common and not add:
+                    yield make_spec(FP8, kind, mask, FP8_SMALL[kind][transposed], key_block=key_block)
         for transposed in (False, True) if kind in _COMMON else ():
             for _, choice in FP8_TILES[kind]["window"][transposed]:
                 yield make_spec(FP8, kind, "window", choice)

@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from fa3.backward_plan import backward_specs, plan_backward
+from fa3.fp8_tiles import fp8_rows
 from fa3.plan import H200, forward_specs, fp8_specs, make_spec
 from fa3.problem import Problem
 from fa3.quantization import default_block
 from fa3.quantize_plan import plan_quantize, quantize_specs
-from fa3.spec import BACKWARD_CLASSES, ForwardSpec, KernelSpec
+from fa3.spec import BACKWARD_CLASSES, FP8, ForwardSpec, KernelSpec
 from fa3.tiles import CANDIDATES, MODIFIED, QV, TILES, TileChoice
 
 PRESETS = (
@@ -79,6 +80,8 @@ def _accuracy() -> Iterator[KernelSpec]:
             yield spec
     for head_dim in (64, 128, 256):
         of_q, of_k = default_block(head_dim)
+        for _, choice in fp8_rows((head_dim, head_dim), "full", False, of_k, True, True):
+            yield make_spec(FP8, head_dim, "full", choice, key_block=of_k)
         kinds: tuple[int | str, ...] = ("head", of_q, of_k)
         # q and k, v of a head among them; then v of blocks.
         ways = [(*way, False) for way in itertools.product(kinds, (False, True), ("", "fp32"))]

@@ -625,8 +625,10 @@ class QuantizeSpec(_Spec):
 
     @property
     def units(self) -> int:
-        """Units of a thread: two of rows of less than 128 columns, or of V^T, where that leaves whole warps; or where one
-        would be too many threads.
+        """Units of a thread.
+
+        Two of rows of less than 128 columns, or of V^T, where that leaves whole warps; or where one would be too many
+        threads.
         """
         units = self.rows * self.head_dim // self.held
         few = self.held <= 32 and (self.transpose or self.head_dim < 128)

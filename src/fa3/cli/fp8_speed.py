@@ -52,7 +52,7 @@ ATTENTION = ("official", "fa3-rows", "fa3-transposed", "fa3-blocks", "fa3-two-le
 #: Names of rows of the quantize pass: what is done to which tensor.
 PASSES = ("q-blocks", "q-blocks-rope", "v-rows", "v-transposed", "q-head", "copy")
 #: Names of rows from bf16 q, k and v to out.
-END_TO_END = ("bf16", "fp8")
+END_TO_END = ("bf16", "fp8", "fp8-one-level")
 
 PARTS = ("attention", "quantize", "end-to-end")
 
@@ -238,11 +238,15 @@ def end_to_end_impls(rotation: Rotation) -> list[Impl]:
 
         return call
 
-    def fp8(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-        rope = rope_tables(q.shape[1], q.shape[3], q.device)
-        return lambda: fa3.flash_attn_fp8_func(q, k, v, causal=causal, rope=rope)
+    def fp8(two_level: bool | None) -> Prepare:
+        def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+            rope = rope_tables(q.shape[1], q.shape[3], q.device)
+            return lambda: fa3.flash_attn_fp8_func(q, k, v, causal=causal, rope=rope, two_level=two_level)
 
-    return [Impl("bf16", fa3.__version__, bf16), Impl("fp8", fa3.__version__, fp8)]
+        return prepare
+
+    calls = {"bf16": bf16, "fp8": fp8(None), "fp8-one-level": fp8(False)}
+    return [Impl(name, fa3.__version__, call) for name, call in calls.items()]
 
 
 # The quantize pass --------------------------------------------------------------------------------------------------
@@ -402,7 +406,8 @@ def describe(rows: list[Row]) -> str:
 def summary(rows: list[Row]) -> str:
     """Geometric means of all bursts of attention and end to end: speed as a multiple of the reference's."""
     texts = []
-    for name, ratio in [(name, "to_official") for name in ATTENTION[1:]] + [("fp8", "to_bf16")]:
+    ratios = [(name, "to_official") for name in ATTENTION[1:]] + [(name, "to_bf16") for name in END_TO_END[1:]]
+    for name, ratio in ratios:
         found = [row[ratio] for row in rows if row["impl"] == name and row["regime"] == "burst" and row.get(ratio)]
         if found:
             mean = statistics.geometric_mean(found)
