@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from fa3.spec import QuantizeSpec
 def kernel_on_host(spec: QuantizeSpec) -> Callable[..., None]:
     """What the store would load: a function with the arguments of `fa3.kernels.quantize.QuantizeKernel.__call__`."""
     spec.validate()
-    # There is nothing to wait for here.
-    spec = replace(spec, ahead=False)
 
     def launch(*arguments: Any) -> None:
         batch, seqlen, heads, first_position, _ = arguments[7:12]

@@ -211,9 +211,9 @@ def test_tiny_and_huge_values_are_those_of_the_definition(size):
     "spec",
     [
         QuantizeSpec("bf16", 128, rotate=True),
-        QuantizeSpec("bf16", 256, rotate=True, rope="fp32", ahead=True),
+        QuantizeSpec("bf16", 256, rotate=True, rope="fp32"),
         QuantizeSpec("bf16", 128, transpose=True, power_of_two=True),
-        QuantizeSpec("bf16", 256, ahead=True, power_of_two=True),
+        QuantizeSpec("bf16", 256, power_of_two=True),
     ],
     ids=lambda spec: spec.name,
 )

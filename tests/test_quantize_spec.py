@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from fa3.spec import SHARED_MEMORY_PER_BLOCK, QuantizeSpec, spec_from_dict
+from fa3.spec import QuantizeSpec, spec_from_dict
 
 SPEC = QuantizeSpec("bf16", 128)
 
 
 def test_it_survives_the_way_through_json():
-    spec = replace(SPEC, rotate=True, rope="fp32", interleaved=True, ahead=True)
+    spec = replace(SPEC, rotate=True, rope="fp32", interleaved=True)
     assert spec_from_dict(json.loads(json.dumps(spec.as_dict()))) == spec
 
 
@@ -27,7 +27,6 @@ def test_its_name_tells_it_apart_by_every_field():
         "interleaved": True,
         "transpose": True,
         "scales": "given",
-        "ahead": True,
         "power_of_two": True,
     }
     assert set(others) == {field.name for field in dataclasses.fields(QuantizeSpec)}
@@ -38,16 +37,13 @@ def test_its_name_tells_it_apart_by_every_field():
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["rows", "transposed"])
 def test_whole_warps_share_a_block_and_no_more_than_a_block_can_have(transpose):
-    for head_dim, rows, ahead in itertools.product(range(16, 257, 16), (64, 96, 128), (False, True)):
-        if ahead and transpose:
-            continue
-        spec = QuantizeSpec("bf16", head_dim, rows, transpose=transpose, ahead=ahead)
+    for head_dim, rows in itertools.product(range(16, 257, 16), (64, 96, 128)):
+        spec = QuantizeSpec("bf16", head_dim, rows, transpose=transpose)
         spec.validate()
         assert spec.threads % 32 == 0
         assert 32 <= spec.threads <= 1024
         assert spec.working_threads * spec.units * spec.held == rows * head_dim
         assert spec.threads - spec.working_threads == (16 if spec.working_threads % 32 else 0)
-        assert spec.shared_bytes <= SHARED_MEMORY_PER_BLOCK
         if not transpose:
             # Threads that exchange values are in one warp, and their numbers differ in a bit.
             assert 32 % spec.exchanging == spec.across % spec.exchanging == 0
@@ -67,7 +63,6 @@ def test_whole_warps_share_a_block_and_no_more_than_a_block_can_have(transpose):
         ({"transpose": True, "rope": "same"}, "transpose=True: V is neither rotated"),
         ({"transpose": True, "scales": "amax"}, "transpose=True with scales='amax'"),
         ({"power_of_two": True, "scales": "amax"}, "power_of_two=True with scales='amax'"),
-        ({"transpose": True, "ahead": True}, "transpose=True with ahead=True"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_by_name(change, message):

@@ -18,12 +18,9 @@ ROWS = 128
 #: Most row blocks and batch entries of a launch (CUDA's limits of a grid's second and third dimension).
 MAX_ROW_BLOCKS = MAX_BATCH = 65_535
 
-#: Thread blocks that each multiprocessor should get at least where each has several heads: one or two are on it at a
-#: time, and with so many the last ones to end do not leave it idle for long.
-BLOCKS_PER_SM = 6
-
-#: From here on a thread block's values take so many registers that one is alone on a multiprocessor.
-ALONE = 256
+#: Heads whose rows one thread block embeds, which find their cos and sin in L1: 2 to 4 are fastest. Fewer where that
+#: would leave a multiprocessor less than two thread blocks.
+ROPE_HEADS = 4
 
 #: Head dims that ship.
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -80,7 +77,6 @@ def plan_quantize(
         interleaved=interleaved and bool(rope),
         transpose=transpose,
         scales="block" if own_scales else "given",
-        ahead=loads_ahead(head_dim, rope, transpose),
         power_of_two=power_of_two,
     )
     spec.validate()
@@ -90,22 +86,14 @@ def plan_quantize(
     if batch > MAX_BATCH:
         raise ValueError(f"batch={batch}: at most {MAX_BATCH}; split it")
     heads_per_block = 1
-    if spec.many_heads:
-        groups = min(heads, max(1, -(-BLOCKS_PER_SM * facts.sm_count // (row_blocks * batch))))
-        heads_per_block = -(-heads // groups)
-    amax = None
-    if not own_scales:
-        ahead = loads_ahead(head_dim, rope, False)
-        amax = replace(spec, scales="amax", transpose=False, ahead=ahead, power_of_two=False)
+    if rope:
+        most = min(ROPE_HEADS, heads)
+        while most > 1 and row_blocks * batch * -(-heads // most) < 2 * facts.sm_count:
+            most -= 1
+        # As even as so many thread blocks can have them.
+        heads_per_block = -(-heads // -(-heads // most))
+    amax = None if own_scales else replace(spec, scales="amax", transpose=False, power_of_two=False)
     return QuantizePlan(spec, amax, heads_per_block)
-
-
-def loads_ahead(head_dim: int, rope: str, transpose: bool) -> bool:
-    """Whether the next head is loaded while one is computed: where no other thread block would load meanwhile.
-
-    With a rotary embedding a thread block has several heads anyway, which find its cos and sin in L1.
-    """
-    return not transpose and (bool(rope) or head_dim >= ALONE)
 
 
 def quantize_specs() -> Iterator[QuantizeSpec]:
@@ -115,21 +103,22 @@ def quantize_specs() -> Iterator[QuantizeSpec]:
     of v in rows and transposed, a power of two; and scales of whole heads, without an embedding.
     """
     for head_dim in HEAD_DIMS:
-        of_q, of_k = default_block(head_dim)
-        plain = QuantizeSpec("bf16", head_dim, of_k, ahead=loads_ahead(head_dim, "", False))
-        for rows in sorted({of_q, of_k}):
-            rotated = replace(plain, rows=rows, rotate=True)
+        blocks = default_block(head_dim), default_block(head_dim, two_level=True)
+        for rows in sorted({rows for block in blocks for rows in block}):
+            rotated = QuantizeSpec("bf16", head_dim, rows, rotate=True)
             yield rotated
-            yield replace(rotated, rope="fp32", ahead=True)
-        yield replace(plain, power_of_two=True)
-        yield replace(plain, transpose=True, ahead=False, power_of_two=True)
+            yield replace(rotated, rope="fp32")
+        for rows in sorted({of_k for _, of_k in blocks}):
+            of_v = QuantizeSpec("bf16", head_dim, rows, power_of_two=True)
+            yield of_v
+            yield replace(of_v, transpose=True)
     for head_dim in (64, 128, 256):
-        rotated = QuantizeSpec("bf16", head_dim, rotate=True, ahead=loads_ahead(head_dim, "", False))
+        rotated = QuantizeSpec("bf16", head_dim, rotate=True)
         for scales in ("amax", "given"):
             yield replace(rotated, scales=scales)
             yield replace(rotated, scales=scales, rotate=False)
-        yield replace(rotated, scales="given", rotate=False, transpose=True, ahead=False)
-    yield QuantizeSpec("bf16", 128, rotate=True, rope="same", ahead=True)
+        yield replace(rotated, scales="given", rotate=False, transpose=True)
+    yield QuantizeSpec("bf16", 128, rotate=True, rope="same")
     for rows in sorted({*default_block(128)}):
         yield QuantizeSpec("fp16", 128, rows, rotate=True)
     yield QuantizeSpec("fp16", 128, default_block(128)[1], power_of_two=True)

@@ -564,7 +564,6 @@ class QuantizeSpec(_Spec):
         transpose: write V^T in the order of slots.
         scales: ``"block"``: of each block, in one pass; ``"amax"``: only add the block's amax to that of its head;
             ``"given"``: by the amax that such a pass left.
-        ahead: the next head's rows are on their way to shared memory while those of one head are computed.
         power_of_two: round amax up, so that scales of what is not rotated are powers of two.
     """
 
@@ -578,23 +577,10 @@ class QuantizeSpec(_Spec):
     interleaved: bool = False
     transpose: bool = False
     scales: str = "block"
-    ahead: bool = False
     power_of_two: bool = False
 
-    @property
-    def many_heads(self) -> bool:
-        """Whether a thread block has rows of several heads, one after the other."""
-        return bool(self.rope) or self.ahead
-
-    @property
-    def ahead_bytes(self) -> int:
-        """Bytes of shared memory for the input of this head and of the next."""
-        return 2 * ELEMENT_BYTES[self.dtype] * self.threads * self.units * self.held if self.ahead else 0
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory: the largest values of warps, and input."""
-        return 4 * WARP_VALUES + self.ahead_bytes
+    #: Dynamic shared memory: the largest values of warps.
+    shared_bytes = 4 * WARP_VALUES
 
     @property
     def held(self) -> int:
@@ -654,7 +640,6 @@ class QuantizeSpec(_Spec):
                 (f"rope{self.rope}", self.rope),
                 ("interleaved", self.interleaved),
                 ("transpose", self.transpose),
-                ("ahead", self.ahead),
                 ("pow2", self.power_of_two),
             )
             if on
@@ -677,8 +662,6 @@ class QuantizeSpec(_Spec):
             raise ValueError("interleaved=True: pairs of a rotary embedding, but rope=''")
         if self.transpose and (self.rotate or self.rope):
             raise ValueError("transpose=True: V is neither rotated nor given a position")
-        if self.transpose and self.ahead:
-            raise ValueError("transpose=True with ahead=True: the addresses of 4 keys leave no registers for a loop")
         if self.transpose and self.scales == "amax":
             raise ValueError("transpose=True with scales='amax': nothing is written, so that there is no order")
         if self.power_of_two and self.scales == "amax":

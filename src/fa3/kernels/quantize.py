@@ -87,11 +87,11 @@ class QuantizeKernel:
         self.dtype = DTYPES[spec.dtype]
         self.values = spec.units * spec.held
         #: So many thread blocks share a multiprocessor: one computes while another waits for its values, or for its
-        #: other threads. A thread holds its values and 16 registers more, and of fp16 a few on top; with cos and sin,
-        #: or a loop, twice as many, and with those of two rows more than that.
+        #: other threads. A thread holds its values and 16 registers more, and of fp16 a few on top; with cos and sin
+        #: twice as many, and with those of two rows more than that.
         registers = self.values + 16 + (8 if spec.dtype == "fp16" and spec.rotate else 0)
-        if spec.many_heads:
-            registers = 168 if spec.rope and spec.units == 2 else 128 if self.values > 32 else 80
+        if spec.rope:
+            registers = 168 if spec.units == 2 else 128 if self.values > 32 else 80
         self.blocks_per_sm = _blocks_per_sm(spec.threads // 32, registers)
         #: How much of the memory that L1 and shared memory are made of they need for it, in percent, with what CUDA
         #: keeps of each block's; the rest is for L1, which brings cos and sin to one head after the other.
@@ -132,8 +132,7 @@ class QuantizeKernel:
         signs: tuple,
         scale_factor: Float32,
     ):
-        """Launch a thread block for each block of rows of ``heads_per_block`` heads, 1 unless the spec has
-        ``many_heads``.
+        """Launch a thread block for each block of rows of ``heads_per_block`` heads, 1 unless the spec has a ``rope``.
 
         The first six arguments are device addresses, 0 where the spec has no use for them:
             x: (batch, seqlen, heads, head_dim), at a multiple of 16 bytes; ``x_strides`` (batch, row, head) in
@@ -182,39 +181,22 @@ class QuantizeKernel:
         @cute.struct
         class SharedStorage:
             of_warps: cute.struct.MemRange[Int32, WARP_VALUES]
-            ahead: cute.struct.Align[cute.struct.MemRange[self.dtype, self.spec.ahead_bytes // 2], 16]
 
         storage = cutlass.utils.SmemAllocator().allocate(SharedStorage)
         of_warps = storage.of_warps.get_tensor(cute.make_layout((32, 2)))
         raw = cute.make_rmem_tensor((VECTOR, self.values // VECTOR), self.dtype)
         first_row = row_block * self.spec.rows
         flips = self.flips_of(signs, thread)
-        if const_expr(self.spec.many_heads):
+        if const_expr(self.spec.rope):
             first_head = group * heads_per_block
             end = cutlass.min(first_head + heads_per_block, call.heads)
-            slots = raw
-            if const_expr(self.spec.ahead):
-                # A thread reads what it brought itself, so that no other one has to wait.
-                layout = cute.make_layout((VECTOR, self.spec.threads, self.values // VECTOR, 2))
-                slots = storage.ahead.get_tensor(layout)[None, thread, None, None]
-                first = Block(batch_index, first_head, row_block, first_row)
-                self.load_ahead(call, first, thread, True, slots[None, None, first_head % 2])
             for head in cutlass.range(first_head, end, unroll=1):
                 block = Block(batch_index, head, row_block, first_row)
                 # The shift gives 0. The compiler does not know, and so works out columns of signs and addresses in the
                 # loop; before it, they would take more registers than there are.
                 me = thread ^ (head >> 31)
                 flips_here = [signs_of_piece ^ (head >> 31) for signs_of_piece in flips]
-                if const_expr(self.spec.ahead):
-                    cute.arch.cp_async_wait_group(0)
-                    # To another place, and before this one is read: the compiler keeps that order, but reads each
-                    # element as late as it can.
-                    following = Block(batch_index, head + 1, row_block, first_row)
-                    self.load_ahead(call, following, me, head + 1 < end, slots[None, None, (head + 1) % 2])
-                    for i in cutlass.range_constexpr(self.values // VECTOR):
-                        cute.autovec_copy(slots[None, i, head % 2], raw[None, i])
-                else:
-                    self.load(call, block, me, raw)
+                self.load(call, block, me, raw)
                 self.quantize(call, block, me, flips_here, raw, of_warps, head % 2)
         else:
             block = Block(batch_index, group, row_block, first_row)
@@ -359,16 +341,6 @@ class QuantizeKernel:
                 pointer = cute.make_ptr(self.dtype, call.x, cute.AddressSpace.gmem, assumed_align=16)
                 source = cute.make_tensor(pointer + cute.assume(place, divby=VECTOR), cute.make_layout(VECTOR))
                 cute.autovec_copy(source, target[None, i])
-
-    @cute.jit
-    def load_ahead(self, call: Call, block: Block, thread: Int32, exists: cutlass.Boolean, slots: cute.Tensor):
-        """Start to bring them to shared memory, if the block exists; the same where it does not."""
-        rows = call.seqlen if exists else 0
-        for i in cutlass.range_constexpr(self.values // VECTOR):
-            row, place = self.place_of(call, block, thread, i)
-            size = 2 * VECTOR if row < rows else 0
-            ptx.load_async(slots[None, i].iterator.toint(), call.x + 2 * place, Int32(size))
-        cute.arch.cp_async_commit_group()
 
     def place_of(self, call: Call, block: Block, thread: Int32, index: int) -> tuple[Int32, Int64]:
         """The row of the thread's 8 elements of a number, and where in x they begin."""

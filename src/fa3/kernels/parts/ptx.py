@@ -151,16 +151,6 @@ def store_release(address: Int64, value: Int32):
     cute.arch.inline_ptx("st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
-def load_async(target: Int32, source: Int64, size: Int32):
-    """Start copying ``size`` bytes of global to shared memory, 0 to 16; what is missing to 16 becomes 0.
-
-    Both addresses are aligned to 16 bytes; with a size of 0 nothing is read.
-    """
-    cute.arch.inline_ptx(
-        "cp.async.ca.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[target, source, size]
-    )
-
-
 @cute.jit
 def store_bulk(target: Int64, source: Int32, size: cutlass.Constexpr):
     """Start copying ``size`` bytes of shared memory to global memory; both addresses aligned to 16 bytes.
