@@ -447,3 +447,19 @@ def test_parts_that_do_not_fit_are_named(changes, error, words):
     parts |= {name: change(x) for name, change in changes.items()}
     with pytest.raises(error, match=words):
         QuantizedQKV(**parts)
+
+
+def test_all_blocks_of_a_very_long_v_have_the_scale_of_their_head(monkeypatch):
+    monkeypatch.setattr(quantization, "WHOLE_V_KEYS", 200)
+    q, k, v = (torch.randn(2, 300, 2, 32) * torch.arange(1, 301)[:, None, None] for _ in range(3))
+    for length, whole in ((200, False), (201, True), (300, True)):
+        x = quantization.quantize_qkv(
+            quantize_tensor, q, k[:, :length], v[:, :length], block=(64, 96), v_layout="transposed"
+        )
+        of_head, scale = quantize_tensor(v[:, :length], rows="head", transpose=True)
+        assert x.v_scale.shape == (2, 2, -(-length // 96))
+        assert (x.v_scale == x.v_scale[..., :1]).all().item() is whole
+        assert torch.equal(x.v_scale_max, x.v_scale.amax(-1))
+        if whole:
+            assert torch.equal(x.v_scale_max, scale)
+            assert torch.equal(x.v.view(torch.uint8), of_head.view(torch.uint8))

@@ -167,7 +167,8 @@ def quantize_qkv(
         seed: of the signs, 0 to ``2**31 - 1``. q and k that meet must have the same.
         block: (rows of q, rows of k and v) that share a scale, 64 or 128 of q, 64, 96 or 128 of k and v; ``None``:
             as suits the kernels, (64, 96) or (64, 128) by head_dim and by whether rows are long; ``"head"``: all rows
-            of a head share one; ``"tensor"``: one scale for each of q, k and v.
+            of a head share one; ``"tensor"``: one scale for each of q, k and v. All blocks of a v of more than 32768
+            rows have the scale of their head.
         v_layout: ``"row"``: v stays (batch, seqlen_k, heads_kv, head_dim_v); ``"transposed"``: V^T as the kernels
             read it, (batch, heads_kv, head_dim_v, seqlen_k rounded up to 16), keys in an order of their own.
 

@@ -166,6 +166,11 @@ def is_block(block: Any) -> bool:
 #: many as rounding them to e4m3 does, and of more keys more.
 TWO_LEVEL_KEYS = 2048
 
+#: Keys from which on all blocks of v have one scale, that of their head. The scale of a block becomes part of its
+#: probabilities, which so lose some of their range; of very long rows, whose probabilities are small, that costs more
+#: than a finer scale gains, and the second pass over v is nothing beside their attention.
+WHOLE_V_KEYS = 32768
+
 
 def default_block(head_dim: int, two_level: bool = False) -> tuple[int, int]:
     """(rows of q, rows of k and v) that share a scale unless a caller says otherwise.
@@ -470,11 +475,15 @@ def quantize_qkv(
     first = 0 if rope is None else k.shape[1] - q.shape[1]
     q_values, q_scale = quantize(q, rows=of_q, first_position=first, **rotation)
     k_values, k_scale = quantize(k, rows=of_k, first_position=0, **rotation)
+    blocks = isinstance(block, tuple)
+    whole_heads = blocks and v.shape[1] > WHOLE_V_KEYS
     v_values, v_scale = quantize(
-        v, rows=of_k, rotate=False, seed=0, rope=None, interleaved=False, first_position=0,
-        transpose=v_layout == "transposed", power_of_two=isinstance(block, tuple),
+        v, rows="head" if whole_heads else of_k, rotate=False, seed=0, rope=None, interleaved=False, first_position=0,
+        transpose=v_layout == "transposed", power_of_two=blocks and not whole_heads,
     )  # fmt: skip
     v_scale_max = None
-    if isinstance(block, tuple):
+    if whole_heads and isinstance(of_k, int):
+        v_scale_max, v_scale = v_scale, v_scale[..., None].expand(-1, -1, -(-v.shape[1] // of_k))
+    elif blocks:
         v_scale_max = v_scale.amax(dim=-1) if v_scale.shape[-1] else v_scale.new_zeros(v_scale.shape[:2])
     return QuantizedQKV(q_values, k_values, v_values, q_scale, k_scale, v_scale, v_scale_max, block, v_layout, seed)
