@@ -591,8 +591,14 @@ class QuantizeSpec(_Spec):
 
     @property
     def piece(self) -> int:
-        """Columns next to each other that a thread has: 16 bytes of e4m3, or where the transform cuts finer 8."""
-        return 8 if self.transpose or (self.head_dim % 64 and self.head_dim != 32) else 16
+        """Columns next to each other that a thread has.
+
+        16 bytes of e4m3; or 8 where the transform cuts finer, and of wide rows with an embedding, whose cosines and
+        sines then lie closer together for the threads of a warp.
+        """
+        if self.transpose or (self.rope and self.head_dim >= 128):
+            return 8
+        return 8 if self.head_dim % 64 and self.head_dim != 32 else 16
 
     @property
     def across(self) -> int:
