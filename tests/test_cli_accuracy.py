@@ -49,12 +49,12 @@ class TestTheCommand:
         assert main(["accuracy", "--limit", "-1", "--json", str(file)]) == 1
         written = json.loads(file.read_text())
         assert written["rows"] == []
-        assert written["notes"][-1] == "stopped after -1 s: 20 cases not measured"
+        assert written["notes"][-1] == "stopped after -1 s: 24 cases not measured"
 
     @pytest.mark.parametrize(
         ("arguments", "words"),
         [
-            (["--data", "papers"], "--data 'papers': allowed are paper, channels, channels-rope"),
+            (["--data", "papers"], "--data 'papers': allowed are paper, offset, channels, channels-rope"),
             (["--head-dims", "72"], "--head-dims 72: allowed are the multiples of 16 up to 256"),
             (["--head-dims", "272"], "--head-dims 272"),
             (["--seqlens", "1k"], "--seqlens '1k': expected positive integers"),

@@ -94,9 +94,16 @@ def key_channel_outliers(shape: tuple[int, ...], generator: torch.Generator) -> 
     return 3.0 * q / deviation, k, _randn(shape, generator)
 
 
+def offset_values(shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """``N(0, 1)``, and v around 1: sums of its products grow with every key, and what sums drop with them."""
+    q, k, v = (_randn(shape, generator) for _ in range(3))
+    return q, k, v + 1.0
+
+
 #: Name -> q, k and v of a shape (..., heads, head_dim), float32, on the generator's device.
 DATA: dict[str, Callable[[tuple[int, ...], torch.Generator], tuple[Tensor, Tensor, Tensor]]] = {
     "paper": paper_outliers,
+    "offset": offset_values,
     "channels": channel_outliers,
     "key channels": key_channel_outliers,
 }
