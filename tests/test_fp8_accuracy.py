@@ -18,7 +18,8 @@ def by_kind(request):
         drawn = [errors(kind, (1, 1024, 2, request.param), seed=seed) for seed in range(2)]
         return {name: sum(one[name] for one in drawn) / len(drawn) for name in drawn[0]}
 
-    return {kind: mean(kind) for kind in DATA}
+    # Of v around 1 exact sums lose nothing.
+    return {kind: mean(kind) for kind in DATA if kind != "offset"}
 
 
 def test_the_errors_of_the_paper_come_out(by_kind):

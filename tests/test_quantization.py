@@ -1,5 +1,6 @@
 """Quantization to e4m3 in PyTorch: the transform, signs, scales, rounding and the order of V^T."""
 
+import itertools
 import math
 from functools import reduce
 
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fa3
 from fa3 import quantization
 from fa3.quantization import (
     KEY_OF_SLOT,
@@ -449,17 +451,26 @@ def test_parts_that_do_not_fit_are_named(changes, error, words):
         QuantizedQKV(**parts)
 
 
-def test_all_blocks_of_a_very_long_v_have_the_scale_of_their_head(monkeypatch):
-    monkeypatch.setattr(quantization, "WHOLE_V_KEYS", 200)
+def test_all_blocks_of_v_may_have_the_scale_of_their_head():
     q, k, v = (torch.randn(2, 300, 2, 32) * torch.arange(1, 301)[:, None, None] for _ in range(3))
-    for length, whole in ((200, False), (201, True), (300, True)):
+    for v_layout, v_of_head in itertools.product(("row", "transposed"), (False, True)):
         x = quantization.quantize_qkv(
-            quantize_tensor, q, k[:, :length], v[:, :length], block=(64, 96), v_layout="transposed"
+            quantize_tensor, q, k, v, block=(64, 96), v_layout=v_layout, v_of_head=v_of_head
         )
-        of_head, scale = quantize_tensor(v[:, :length], rows="head", transpose=True)
-        assert x.v_scale.shape == (2, 2, -(-length // 96))
-        assert (x.v_scale == x.v_scale[..., :1]).all().item() is whole
+        of_head, scale = quantize_tensor(v, rows="head", transpose=v_layout == "transposed")
+        assert x.v_scale.shape == (2, 2, 4)
+        assert (x.v_scale == x.v_scale[..., :1]).all().item() is v_of_head
         assert torch.equal(x.v_scale_max, x.v_scale.amax(-1))
-        if whole:
+        if v_of_head:
             assert torch.equal(x.v_scale_max, scale)
             assert torch.equal(x.v.view(torch.uint8), of_head.view(torch.uint8))
+
+
+def test_a_block_of_v_a_million_times_as_large_as_the_others_leaves_them_alone():
+    """With a scale for each block its ratio would take all range from the probabilities of rows that cannot see it."""
+    q, k, v = (torch.randn(1, 256, 1, 64) for _ in range(3))
+    v[:, 200] *= 2.0**12
+    out = fa3.flash_attn_fp8_func(q.bfloat16(), k.bfloat16(), v.bfloat16(), causal=True).float()
+    expected = fa3.reference(q, k, v, causal=True)[0].float()
+    error = (out - expected)[:, :200]
+    assert error.norm() < 0.15 * expected[:, :200].norm()

@@ -165,10 +165,9 @@ def quantize_qkv(
         incoherent: multiply q and k by random signs and a Hadamard matrix, which changes no score, and spreads the
             outliers of a column over others, so that they cost less accuracy.
         seed: of the signs, 0 to ``2**31 - 1``. q and k that meet must have the same.
-        block: (rows of q, rows of k and v) that share a scale, 64 or 128 of q, 64, 96 or 128 of k and v; ``None``:
-            as suits the kernels, (64, 96) or (64, 128) by head_dim and by whether rows are long; ``"head"``: all rows
-            of a head share one; ``"tensor"``: one scale for each of q, k and v. All blocks of a v of more than 32768
-            rows have the scale of their head.
+        block: (rows of q, rows of k and v) that share a scale, 64 or 128 of q, 64, 96 or 128 of k and v; ``"head"``: all
+            rows of a head share one; ``"tensor"``: one scale for each of q, k and v. ``None``: of q and k blocks as
+            suit the kernels, (64, 96) or (64, 128) by head_dim and by whether rows are long, of v one scale a head.
         v_layout: ``"row"``: v stays (batch, seqlen_k, heads_kv, head_dim_v); ``"transposed"``: V^T as the kernels
             read it, (batch, heads_kv, head_dim_v, seqlen_k rounded up to 16), keys in an order of their own.
 
@@ -188,7 +187,7 @@ def quantize_qkv(
     q, k, v = (x.detach() for x in (q, k, v))
     return quantization.quantize_qkv(
         fp8_ops.quantize_tensor, q, k, v, tables, interleaved, _check_seed(incoherent, seed),
-        _check_block(block, q.shape[3], k.shape[1] > TWO_LEVEL_KEYS), v_layout,
+        _check_block(block, q.shape[3], k.shape[1] > TWO_LEVEL_KEYS), v_layout, block is None,
     )  # fmt: skip
 
 

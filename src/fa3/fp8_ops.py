@@ -153,7 +153,9 @@ def _call_forward(
         block = (fp8.q_block, fp8.k_block)
     v_layout = "transposed" if fp8.v_transposed else "row"
     quantize = backends.quantizer_for(q)
-    x = quantization.quantize_qkv(quantize, q, k, v, _rope(cos, sin), interleaved, seed, block, v_layout)
+    x = quantization.quantize_qkv(
+        quantize, q, k, v, _rope(cos, sin), interleaved, seed, block, v_layout, v_of_head=not whole
+    )
     options = options._replace(fp8=fp8_options(x, fp8.out_dtype, fp8.two_level))
     answer = backends.forward_for(q)(x.q, x.k, x.v, softmax_scale, causal, return_lse, options)
     return answer if return_lse else answer[0]

@@ -86,17 +86,15 @@ def _accuracy() -> Iterator[KernelSpec]:
             for _, choice in fp8_rows((head_dim, head_dim), "full", False, of_k, True, add):
                 yield make_spec(FP8, head_dim, "full", choice, key_block=of_k)
         kinds: tuple[int | str, ...] = ("head", *sorted({rows for block in blocks for rows in block}))
-        # q and k, v of a head among them; then V^T: of blocks, and of a head where it is very long.
-        ways = [(*way, False, False) for way in itertools.product(kinds, (False, True), ("", "fp32"))]
-        ways += [("head", False, "", True, False), *((of_k, False, "", True, True) for of_k in of_keys)]
-        for rows, rotate, rope, transpose, power_of_two in ways:
+        # q and k, v of a head among them; then V^T.
+        ways = [(*way, False) for way in itertools.product(kinds, (False, True), ("", "fp32"))]
+        for rows, rotate, rope, transpose in (*ways, ("head", False, "", True)):
             planned = plan_quantize(
                 rows=rows,
                 rotate=rotate,
                 rope=rope,
                 interleaved=False,
                 transpose=transpose,
-                power_of_two=power_of_two,
                 dtype="bf16",
                 batch=1,
                 seqlen=1024,

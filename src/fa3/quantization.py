@@ -166,11 +166,6 @@ def is_block(block: Any) -> bool:
 #: percent, as many as rounding them to e4m3 does, and of more keys more.
 TWO_LEVEL_KEYS = 2048
 
-#: With more keys than this, all blocks of v have one scale, that of their head. The scale of a block becomes part of
-#: its probabilities, which so lose some of their range; of very long rows, whose probabilities are small, that costs
-#: more than a finer scale gains, and the second pass over v is nothing beside their attention.
-WHOLE_V_KEYS = 32768
-
 
 def default_block(head_dim: int, two_level: bool = False) -> tuple[int, int]:
     """(rows of q, rows of k and v) that share a scale unless a caller says otherwise.
@@ -465,8 +460,14 @@ def quantize_qkv(
     seed: int | None = None,
     block: tuple[int, int] | str = "head",
     v_layout: str = "row",
+    v_of_head: bool = False,
 ) -> QuantizedQKV:
-    """q, k and v by a quantizer of tensors; the arguments are those of `fa3.quantize_qkv`, taken as checked."""
+    """q, k and v by a quantizer of tensors; the arguments are those of `fa3.quantize_qkv`, taken as checked.
+
+    With ``v_of_head`` all blocks of v have one scale, that of their head, which is what ``block=None`` means for v: the
+    scale of a block becomes part of its probabilities, as its ratio to the largest of the head, and where one block of v
+    is thousands of times as large as the others that leaves no probabilities of theirs. e4m3 has exponents of its own.
+    """
     of_q, of_k = (block, block) if isinstance(block, str) else block
     rotation = {
         "rotate": seed is not None, "seed": seed or 0, "rope": rope, "interleaved": interleaved, "transpose": False,
@@ -476,13 +477,12 @@ def quantize_qkv(
     q_values, q_scale = quantize(q, rows=of_q, first_position=first, **rotation)
     k_values, k_scale = quantize(k, rows=of_k, first_position=0, **rotation)
     blocks = isinstance(block, tuple)
-    whole_heads = blocks and v.shape[1] > WHOLE_V_KEYS
     v_values, v_scale = quantize(
-        v, rows="head" if whole_heads else of_k, rotate=False, seed=0, rope=None, interleaved=False, first_position=0,
-        transpose=v_layout == "transposed", power_of_two=blocks and not whole_heads,
+        v, rows="head" if v_of_head else of_k, rotate=False, seed=0, rope=None, interleaved=False, first_position=0,
+        transpose=v_layout == "transposed", power_of_two=blocks and not v_of_head,
     )  # fmt: skip
     v_scale_max = None
-    if whole_heads and isinstance(of_k, int):
+    if v_of_head and isinstance(of_k, int):
         v_scale_max, v_scale = v_scale, v_scale[..., None].expand(-1, -1, -(-v.shape[1] // of_k))
     elif blocks:
         v_scale_max = v_scale.amax(dim=-1) if v_scale.shape[-1] else v_scale.new_zeros(v_scale.shape[:2])

@@ -99,8 +99,9 @@ def plan_quantize(
 def quantize_specs() -> Iterator[QuantizeSpec]:
     """The kernels that ship; others are compiled when first asked for.
 
-    A scale for each block of `default_block` of bf16 q and k, rotated, without and with a rotary embedding of halves;
-    of v in rows and transposed, a power of two; and scales of whole heads, without an embedding.
+    Of bf16: a scale for each block of `default_block` of q and k, rotated, without and with a rotary embedding of
+    halves; of v in rows and transposed a scale for each head; at the usual head dims of v for each block too, and of q
+    and k for each head, without an embedding.
     """
     for head_dim in HEAD_DIMS:
         blocks = default_block(head_dim), default_block(head_dim, two_level=True)
@@ -108,18 +109,16 @@ def quantize_specs() -> Iterator[QuantizeSpec]:
             rotated = QuantizeSpec("bf16", head_dim, rows, rotate=True)
             yield rotated
             yield replace(rotated, rope="fp32")
-        for rows in sorted({of_k for _, of_k in blocks}):
-            of_v = QuantizeSpec("bf16", head_dim, rows, power_of_two=True)
-            yield of_v
-            yield replace(of_v, transpose=True)
+        of_v = QuantizeSpec("bf16", head_dim, scales="given")
+        yield from (replace(of_v, scales="amax"), of_v, replace(of_v, transpose=True))
     for head_dim in (64, 128, 256):
-        rotated = QuantizeSpec("bf16", head_dim, rotate=True)
         for scales in ("amax", "given"):
-            yield replace(rotated, scales=scales)
-            yield replace(rotated, scales=scales, rotate=False)
-        yield replace(rotated, scales="given", rotate=False, transpose=True)
+            yield QuantizeSpec("bf16", head_dim, rotate=True, scales=scales)
+        for transpose in (False, True):
+            rows = default_block(head_dim)[1]
+            yield QuantizeSpec("bf16", head_dim, rows, transpose=transpose, power_of_two=True)
     yield QuantizeSpec("bf16", 128, rotate=True, rope="same")
     for rows in sorted({*default_block(128)}):
         yield QuantizeSpec("fp16", 128, rows, rotate=True)
-    yield QuantizeSpec("fp16", 128, default_block(128)[1], power_of_two=True)
-    yield QuantizeSpec("fp16", 128, default_block(128)[1], transpose=True, power_of_two=True)
+    of_v = QuantizeSpec("fp16", 128, scales="given")
+    yield from (replace(of_v, scales="amax"), of_v, replace(of_v, transpose=True))

@@ -101,8 +101,8 @@ class ForwardSpec(_Spec):
         pingpong: the warpgroups take turns, so that one's softmax runs under the other's products.
         overlap: inside a warpgroup the softmax of block j+1 runs under the PV product of block j.
         rescale_threshold: the softmax reference moves only when the running max outgrew it by more than
-            this, in log2 units; 0 keeps it at the running max. Probabilities of e4m3 are scaled so that they just
-            reach its largest number then.
+            this, in log2 units; 0 keeps it at the running max. Probabilities of e4m3 are scaled so that they reach its
+            largest number then; at the first tile of keys they have more room.
         softcap: scores pass through ``cap * tanh(score / cap)``.
         pack_gqa: the query heads that share a K/V head are rows of one tile.
         qv: scores get ``qv · v`` added.

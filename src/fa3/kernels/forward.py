@@ -121,7 +121,7 @@ class ForwardKernel(Producer, Fp8, Epilogue):
 
         The first seven arguments are device addresses; ``lse`` and ``sink`` may be 0, then the one is not written
         and the other not read; ``counter`` is explained at ``tiles.Supply``. Strides are in elements and must be
-        multiples of 8, addresses of 16 bytes. ``section`` and ``levels`` are explained at ``tiles.place_of_tile``;
+        multiples of 8, of e4m3 inputs of 16, addresses of 16 bytes. ``section`` and ``levels`` are explained at ``tiles.place_of_tile``;
         ``blocks`` thread blocks run. ``sink_bytes`` are 2 (bf16) or 4 (float32). ``extra_numbers`` are those of
         ``extra_types``, in its order.
         """

@@ -332,7 +332,7 @@ class QuantizeKernel:
 
     @cute.jit
     def load(self, call: Call, block: Block, thread: Int32, target: cute.Tensor):
-        """Bring the thread's elements, as 8 times so many, to registers; 0 where there is no row."""
+        """Bring the thread's elements to registers, 8 at a time; 0 where there is no row."""
         target.fill(0.0)
         # All loads are under way before the first value is used.
         for i in cutlass.range_constexpr(self.values // VECTOR):

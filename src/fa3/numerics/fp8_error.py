@@ -205,7 +205,8 @@ def errors(
     answers = {"fp16": rmse(expected.half(), expected)}
     for name, (block, incoherent) in choices.items():
         x = quantize_qkv(
-            quantize_tensor, q, k, v, seed=seed if incoherent else None, block=block or default_block(shape[3])
-        )
+            quantize_tensor, q, k, v, seed=seed if incoherent else None, block=block or default_block(shape[3]),
+            v_of_head=block is None,
+        )  # fmt: skip
         answers[name] = rmse(emulate(x, causal, round_probabilities), expected)
     return answers

@@ -169,7 +169,7 @@ class Fp8:
         """Factor of the scores that come to the softmax, in log2 units."""
         if not self.spec.fp8 or self.spec.softcap or self.score_mod is not None:
             return state.scale_log2
-        return state.scale_log2 * factors.scores
+        return scales.bounded(state.scale_log2 * factors.scores, scales.LEAST_SCALE, scales.LARGEST_SCALE)
 
     @cute.jit
     def read_scales(self, work: Work, me: Consumer, step: Int32, operands: Operands):

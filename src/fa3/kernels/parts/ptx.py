@@ -48,7 +48,10 @@ def pack_pair(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Int3
 
 
 def pack_four(first: Float32, second: Float32, third: Float32, fourth: Float32) -> Int32:
-    """Round four float32 to e4m3, to nearest even, saturating at 448; ``first`` in the lowest byte. NaN stays NaN."""
+    """Round four float32 to e4m3, to nearest even, saturating at 448; ``first`` in the lowest byte.
+
+    NaN stays NaN. Infinities saturate too: one that shall be NaN must be so before.
+    """
     return cute.arch.inline_ptx(
         "{\n.reg .b16 low, high;\n"
         "cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};\n"
@@ -100,21 +103,6 @@ def unpack(pair: Int32, half: int, dtype: type[cutlass.Numeric]) -> Float32:
         f"{{\n.reg .b16 low, high;\nmov.b32 {{low, high}}, {{$r0}};\ncvt.f32.f16 {{$w0}}, {('low', 'high')[half]};\n}}"
     )
     return cute.arch.inline_ptx(code, write_only_types=[Float32], read_only_args=[pair])
-
-
-def pack_e4m3(first: Float32, second: Float32, third: Float32, fourth: Float32) -> Int32:
-    """Round four float32 to e4m3, to nearest even and saturating at 448, ``first`` in the lowest byte; NaN stays NaN.
-
-    Infinities saturate too: one that shall be NaN must be so before.
-    """
-    return cute.arch.inline_ptx(
-        "{\n.reg .b16 low, high;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};\n"
-        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};\n"
-        "mov.b32 {$w0}, {low, high};\n}",
-        write_only_types=[Int32],
-        read_only_args=[first, second, third, fourth],
-    )
 
 
 @cute.jit

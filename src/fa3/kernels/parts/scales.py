@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
@@ -16,12 +17,19 @@ from cutlass import Float32, Int32, Int64
 #: beyond float32 would make NaN.
 LEAST_FACTOR, LARGEST_FACTOR = 2.0**-80, 2.0**64
 
+#: Bounds of that times the softmax scale in log2 units: scores then are below 2**27, where float32 still tells them from
+#: their reference to within the range of e4m3. Above, one key rules each row either way.
+LEAST_SCALE, LARGEST_SCALE = 2.0**-100, 2.0
+
 #: Least share that the scale of a tile of v has in the largest of its head: its probabilities round to 0 far above it.
 LEAST_SHARE = 2.0**-40
 
 
 class Scales(NamedTuple):
-    """Where the scales lie: (address, batch stride, head stride, block stride) each; an address of 0 means 1."""
+    """Where the scales lie: (address, batch stride, head stride, block stride) each.
+
+    An address of 0 means 1; with blocks all but that of q are there.
+    """
 
     q: tuple
     k: tuple
@@ -81,16 +89,22 @@ def read(of: tuple, batch_index: Int32, head: Int32, block: Int32) -> Float32:
 
 
 @cute.jit
+def bounded(value: Float32, least: cutlass.Constexpr, largest: cutlass.Constexpr) -> Float32:
+    """``value`` kept in bounds; NaN stays NaN."""
+    inside = -cute.arch.fmax(-cute.arch.fmax(value, Float32(least)), Float32(-largest))
+    return inside if value == value else value
+
+
+@cute.jit
 def factor_of(q_scale: Float32, k_scale: Float32) -> Float32:
     """The factor of scores, kept in bounds."""
-    product = cute.arch.fmax(q_scale * k_scale, Float32(LEAST_FACTOR))
-    return -cute.arch.fmax(-product, Float32(-LARGEST_FACTOR))
+    return bounded(q_scale * k_scale, LEAST_FACTOR, LARGEST_FACTOR)
 
 
 @cute.jit
 def factors_of_tile(q_scale: Float32, k_scale: Float32, v_scale: Float32, largest: Float32) -> Factors:
     """Of a tile of keys whose block has scales of its own; ``largest`` is that of v in the head."""
-    share = cute.arch.fmax(v_scale * inverse(largest), Float32(LEAST_SHARE))
+    share = bounded(v_scale * inverse(largest), LEAST_SHARE, 1.0)
     return Factors(factor_of(q_scale, k_scale), cute.math.log2(share, fastmath=True), cute.arch.rcp_approx(share))
 
 
