@@ -232,7 +232,7 @@ def test_the_kernels_of_the_device_quantize(monkeypatch):
         ((2, 150, 2, 32), {**plain, **rotation, "rows": 128}),
         (
             (2, 150, 2, 48),
-            {**plain, "rotate": False, "seed": 0, "rope": None, "rows": 128, "transpose": True, "power_of_two": True},
+            {**plain, "rotate": False, "seed": 0, "rope": None, "rows": "head", "transpose": True},
         ),
     ]
     for (shape, arguments), (expected_shape, wanted) in zip(seen, expected, strict=True):

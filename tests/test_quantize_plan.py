@@ -77,8 +77,7 @@ def test_few_kernels_ship_and_a_plan_finds_them():
         spec.validate()
     for head_dim in (64, 96, 128, 192, 256):
         of_q, of_k = default_block(head_dim)
-        # Scales of blocks of V are powers of two.
-        of_v: dict[str, Any] = {"power_of_two": True}
+        of_v: dict[str, Any] = {"rows": "head"}
         for rows, change in (
             *(
                 (rows, change)
