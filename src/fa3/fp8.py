@@ -71,7 +71,8 @@ def _check_rope(rope: object, interleaved: object, q: Tensor, k: Tensor) -> _Rop
             raise ValueError("interleaved=True, rope=None: it says how rope makes pairs, and goes with it")
         return None
     if not isinstance(rope, (tuple, list)) or len(rope) != 2:
-        raise TypeError(f"rope must be a pair (cos, sin) of tensors, not {type(rope).__name__}")
+        given = f"{type(rope).__name__} of {len(rope)}" if isinstance(rope, (tuple, list)) else type(rope).__name__
+        raise TypeError(f"rope must be a pair (cos, sin) of tensors, not {given}")
     cos, sin = rope
     for name, table in (("rope[0] (cos)", cos), ("rope[1] (sin)", sin)):
         check_tensors(**{name: table})
@@ -121,9 +122,9 @@ def _check_seed(incoherent: object, seed: object) -> int | None:
     return number if incoherent else None
 
 
-def _check_two_level(two_level: bool | None) -> None:
-    if two_level is not None:
-        check_bool("two_level", two_level)
+def _check_two_level(two_level: object) -> None:
+    if two_level is not None and two_level is not True and two_level is not False:
+        raise TypeError(f"{named('two_level', two_level)}: must be True, False or None, not {type(two_level).__name__}")
 
 
 def _check_options(fp8: Fp8, causal: bool, given: dict[str, Any]) -> tuple[bool, Options]:
@@ -233,7 +234,7 @@ def flash_attn_quantized_func(
             f"x must be a fa3.QuantizedQKV, as fa3.quantize_qkv makes it, not {type(x).__name__}; e4m3 tensors with "
             "one scale a head go to fa3.flash_attn_func"
         )
-    if out_dtype not in _DTYPE_NAMES:
+    if not isinstance(out_dtype, torch.dtype) or out_dtype not in _DTYPE_NAMES:
         raise TypeError(f"out_dtype={out_dtype!r}: allowed are {listed(_DTYPE_NAMES)}")
     _check_two_level(two_level)
     causal, options = _check_options(
