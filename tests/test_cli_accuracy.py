@@ -8,14 +8,14 @@ import torch
 
 import fa3
 from command_line import empty_store, figures_script, on_cpu, result  # noqa: F401
-from fa3 import fp8_ops
+from fa3 import fp8, fp8_ops, quantization
 from fa3.cli import accuracy, peers, plots
 from fa3.cli.main import main
 from fa3.numerics.fp8_error import CHOICES, rmse
 from fa3.plan import H200, plan
 from fa3.presets import shipped_specs
 from fa3.problem import Problem
-from fa3.quantization import default_block, rope_rows
+from fa3.quantization import TWO_LEVEL_KEYS, default_block, rope_rows
 from fa3.quantize_plan import plan_quantize
 
 CPU = torch.device("cpu")
@@ -49,12 +49,12 @@ class TestTheCommand:
         assert main(["accuracy", "--limit", "-1", "--json", str(file)]) == 1
         written = json.loads(file.read_text())
         assert written["rows"] == []
-        assert written["notes"][-1] == "stopped after -1 s: 20 cases not measured"
+        assert written["notes"][-1] == "stopped after -1 s: 24 cases not measured"
 
     @pytest.mark.parametrize(
         ("arguments", "words"),
         [
-            (["--data", "papers"], "--data 'papers': allowed are paper, channels, channels-rope"),
+            (["--data", "papers"], "--data 'papers': allowed are paper, offset, channels, channels-rope"),
             (["--head-dims", "72"], "--head-dims 72: allowed are the multiples of 16 up to 256"),
             (["--head-dims", "272"], "--head-dims 272"),
             (["--seqlens", "1k"], "--seqlens '1k': expected positive integers"),
@@ -170,8 +170,14 @@ class TestKernels:
 class TestThePreset:
     """``fa3 compile --preset accuracy`` has every kernel that a run on an H200 asks for."""
 
+    @pytest.mark.parametrize("long", [None, "TWO_LEVEL_KEYS", "WHOLE_V_KEYS"])
     @pytest.mark.parametrize("data", ["paper", "channels-rope"])
-    def test_it_quantizes_in_every_way(self, data, monkeypatch):
+    def test_it_quantizes_in_every_way(self, data, long, monkeypatch):
+        # Twenty keys as if they were many.
+        if long == "WHOLE_V_KEYS":
+            monkeypatch.setattr(quantization, long, 1)
+        if long is not None:
+            monkeypatch.setattr(fp8, "TWO_LEVEL_KEYS", 1)
         specs, planned = set(shipped_specs("accuracy")), []
         definition = fp8_ops.quantize_tensor
 
@@ -203,7 +209,8 @@ class TestThePreset:
             }  # fmt: skip
             for dtype in ("fp16", "bf16"):
                 assert plan(Problem(**sizes, dtype=dtype), H200).spec in specs
-            for (q_block, k_block), two_level in itertools.product(((0, 0), default_block(head_dim)), (False, True)):
+            blocks = (0, 0), default_block(head_dim, seqlen > TWO_LEVEL_KEYS)
+            for (q_block, k_block), two_level in itertools.product(blocks, (False, True)):
                 problem = Problem(
                     **sizes, dtype="e4m3", out_dtype="bf16", q_block=q_block, k_block=k_block,
                     v_transposed=bool(k_block), two_level=two_level,

@@ -122,5 +122,5 @@ def test_the_data_are_as_described():
     )
     scores = (q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1)) * 128**-0.5
     assert math.isclose(scores.std().item(), 3, rel_tol=0.1)
-    with pytest.raises(ValueError, match=r"^kind='none': allowed are paper, channels, key channels"):
+    with pytest.raises(ValueError, match=r"^kind='none': allowed are paper, offset, channels, key channels"):
         make_inputs("none", (1, 1, 1, 16))

@@ -48,8 +48,10 @@ def test_hadamard_blocks_are_as_large_as_the_page_says(head_dim):
 
 @pytest.mark.parametrize("head_dim", range(16, 257, 16))
 def test_keys_of_a_block_by_default_are_as_many_as_the_page_says(head_dim):
-    assert "64 rows of q share one, and 96 or 128 of k and v" in PAGE
-    assert "96 for head dims from 80 to 128, and with sums in float32 up to 64" in PAGE
+    words = " ".join(PAGE.split())
+    assert "By default 64 rows of q share one, and 96 or 128 of k and v" in words
+    assert "96 for head dims from 80 to 128, and with sums in float32 up to 64" in words
+    assert f"Of more than {quantization.WHOLE_V_KEYS} keys all blocks of v have one scale" in words
     assert quantization.default_block(head_dim) == (64, 96 if 80 <= head_dim <= 128 else 128)
     assert quantization.default_block(head_dim, two_level=True) == (64, 96 if head_dim <= 64 else 128)
 

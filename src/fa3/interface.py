@@ -217,8 +217,8 @@ def flash_attn_func(
         qv: (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q, last stride 1: adds ``qv · v`` to ``q · k``.
             Not with e4m3.
         q_descale, k_descale, v_descale: what e4m3 q, k and v are multiplied by, float32 (batch, heads_kv), any strides
-            (0 for one number for all); ``None`` is 1. A query head has the scale of its K/V head, or q_descale is
-            (batch, heads_q). `fa3.quantize_qkv` makes finer scales.
+            (0 for one number for all), positive; ``None`` is 1. A query head has the scale of its K/V head, or
+            q_descale is (batch, heads_q). `fa3.quantize_qkv` makes finer scales.
         window_size: (left, right): query i sees keys ``p - left <= j <= p + right``; -1 is an open side, and
             ``causal`` makes the right one 0.
         attention_chunk: if positive, query i sees only keys of its chunk, of so many from

@@ -20,7 +20,7 @@ class Fp8(NamedTuple):
         q_scale: float32, any strides: (batch, heads_kv), for all query heads of a group, or (batch, heads_q); with
             ``q_block`` (batch, heads_q, ceil(seqlen_q / q_block)). ``None`` is 1.
         k_scale, v_scale: float32, any strides: (batch, heads_kv); with ``k_block`` (batch, heads_kv,
-            ceil(seqlen_k / k_block)). ``None`` is 1.
+            ceil(seqlen_k / k_block)). ``None`` is 1, which without ``k_block`` alone is allowed.
         v_scale_max: (batch, heads_kv), the largest of each head's ``v_scale``, beside one of blocks.
         q_block, k_block: rows that share a scale, 64 or 128 of q, 64, 96 or 128 of k and v; 0: all of a head do.
         v_transposed: v is V^T as `fa3.quantization.transposed` makes it.

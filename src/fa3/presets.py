@@ -79,20 +79,24 @@ def _accuracy() -> Iterator[KernelSpec]:
         if spec.mask == "full" and spec.head_dim == spec.head_dim_v in (64, 128, 256) and not spec.pack_gqa:
             yield spec
     for head_dim in (64, 128, 256):
-        of_q, of_k = default_block(head_dim)
-        for _, choice in fp8_rows((head_dim, head_dim), "full", False, of_k, True, True):
-            yield make_spec(FP8, head_dim, "full", choice, key_block=of_k)
-        kinds: tuple[int | str, ...] = ("head", of_q, of_k)
-        # q and k, v of a head among them; then v of blocks.
-        ways = [(*way, False) for way in itertools.product(kinds, (False, True), ("", "fp32"))]
-        for rows, rotate, rope, of_v in (*ways, (of_k, False, "", True)):
+        # Short rows and long ones have other blocks, and either is attended to with and without float32 sums.
+        blocks = default_block(head_dim), default_block(head_dim, two_level=True)
+        of_keys = sorted({of_k for _, of_k in blocks})
+        for of_k, add in itertools.product(of_keys, (False, True)):
+            for _, choice in fp8_rows((head_dim, head_dim), "full", False, of_k, True, add):
+                yield make_spec(FP8, head_dim, "full", choice, key_block=of_k)
+        kinds: tuple[int | str, ...] = ("head", *sorted({rows for block in blocks for rows in block}))
+        # q and k, v of a head among them; then V^T: of blocks, and of a head where it is very long.
+        ways = [(*way, False, False) for way in itertools.product(kinds, (False, True), ("", "fp32"))]
+        ways += [("head", False, "", True, False), *((of_k, False, "", True, True) for of_k in of_keys)]
+        for rows, rotate, rope, transpose, power_of_two in ways:
             planned = plan_quantize(
                 rows=rows,
                 rotate=rotate,
                 rope=rope,
                 interleaved=False,
-                transpose=of_v,
-                power_of_two=of_v,
+                transpose=transpose,
+                power_of_two=power_of_two,
                 dtype="bf16",
                 batch=1,
                 seqlen=1024,

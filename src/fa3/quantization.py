@@ -162,14 +162,14 @@ def is_block(block: Any) -> bool:
     )
 
 
-#: Keys from which on partial outputs of e4m3 attention are added in float32, unless the call says. The tensor core
-#: drops what lies below 14 bits or so of its sums, always towards 0: of 2048 values around 1 it loses some percent, as
-#: many as rounding them to e4m3 does, and of more keys more.
+#: With more keys than this, partial outputs of e4m3 attention are added in float32, unless the call says. The tensor
+#: core drops what lies below 14 bits or so of its sums, always towards 0: of 2048 values around 1 it loses some
+#: percent, as many as rounding them to e4m3 does, and of more keys more.
 TWO_LEVEL_KEYS = 2048
 
-#: Keys beyond which all blocks of v have one scale, that of their head. The scale of a block becomes part of its
-#: probabilities, which so lose some of their range; of very long rows, whose probabilities are small, that costs more
-#: than a finer scale gains, and the second pass over v is nothing beside their attention.
+#: With more keys than this, all blocks of v have one scale, that of their head. The scale of a block becomes part of
+#: its probabilities, which so lose some of their range; of very long rows, whose probabilities are small, that costs
+#: more than a finer scale gains, and the second pass over v is nothing beside their attention.
 WHOLE_V_KEYS = 32768
 
 

@@ -60,9 +60,11 @@ def describe_fp8(fp8: Fp8, v: Tensor, lengths: tuple[int, int, int], heads: tupl
             check_shape(name, scale, dims, (batch, heads_kv, -(-seqlen_k // fp8.k_block)))
         elif scale is not None:
             check_shape(name, scale, "(batch, heads_kv)", (batch, heads_kv))
+        elif fp8.k_block:
+            raise ValueError(f"{name} is None: must be given beside k_block={fp8.k_block}, a scale for each block")
     if fp8.v_scale_max is not None:
         check_shape("v_scale_max", fp8.v_scale_max, "(batch, heads_kv)", (batch, heads_kv))
-    elif fp8.v_scale is not None and fp8.k_block:
+    elif fp8.k_block:
         raise ValueError("v_scale_max is None: must be given, (batch, heads_kv), beside v scales of blocks")
     return {
         "out_dtype": fp8.out_dtype,

@@ -5,8 +5,8 @@ q, k and v are bf16 numbers, the same for all; the reference is float64 attentio
 queries, so that long rows take seconds. Errors are root mean squares over those queries, all heads and columns. In
 parentheses: the error of a kernel, over that of the same e4m3 tensors with exact sums.
 
-Data: paper: N(0, 1), and one entry of a thousand about 10 times as large; channels: two columns of q and k 20 to 50
-times as large; key-channels: of k alone; with -rope: before a rotary embedding.
+Data: paper: N(0, 1), and one entry of a thousand about 10 times as large; offset: N(0, 1), and v around 1; channels:
+two columns of q and k 20 to 50 times as large; key-channels: of k alone; with -rope: before a rotary embedding.
 Without a GPU there is no kernel, and the table holds the emulation. `fa3 compile --preset accuracy` before
 a run leaves its seconds to the measurement.
 """
@@ -41,6 +41,7 @@ Row = dict[str, Any]
 #: Name -> kind of data, and whether a rotary embedding follows.
 DATA = {
     "paper": ("paper", False),
+    "offset": ("offset", False),
     "channels": ("channels", False),
     "channels-rope": ("channels", True),
     "key-channels": ("key channels", False),

@@ -5,8 +5,8 @@ is the root mean square of the difference to float64 (Shah et al., arXiv:2407.08
 
 What is emulated: e4m3 q, k and v with their scales, and the rounding of probabilities to e4m3, 2^8 times as large and
 times the scale of V of their block; the row sums are those of the rounded ones. What is not: sums are exact, where
-tensor cores keep 14 bits; and probabilities are relative to the largest score of the whole row, not to that of the keys
-so far.
+tensor cores keep 14 bits; and probabilities are relative to the largest score of the whole row, which is rounded as
+2^8, where kernels have a reference of the keys so far, and the largest is from 2^5 to 448.
 
 What rotation does: e4m3 has steps relative to each value, so an outlier costs its neighbours nothing; what it costs is
 its own rounding. The error of a score is about ``step * sqrt(sum (q_c k_c)^2)``, and after rotation ``step * |q| |k| /
@@ -94,9 +94,16 @@ def key_channel_outliers(shape: tuple[int, ...], generator: torch.Generator) -> 
     return 3.0 * q / deviation, k, _randn(shape, generator)
 
 
+def offset_values(shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """``N(0, 1)``, and v around 1: sums of its products grow with every key, and what sums drop with them."""
+    q, k, v = (_randn(shape, generator) for _ in range(3))
+    return q, k, v + 1.0
+
+
 #: Name -> q, k and v of a shape (..., heads, head_dim), float32, on the generator's device.
 DATA: dict[str, Callable[[tuple[int, ...], torch.Generator], tuple[Tensor, Tensor, Tensor]]] = {
     "paper": paper_outliers,
+    "offset": offset_values,
     "channels": channel_outliers,
     "key channels": key_channel_outliers,
 }
