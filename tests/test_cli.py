@@ -293,13 +293,20 @@ class TestExplain:
         assert "scales of q, k and v: one a head" in out
         assert "out  bf16" in out
         assert "packed heads: no: kernels of e4m3 pack no heads" in out
+        assert "a call in e4m3 has none: flash_attn_fp8_func" in out
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--dtype", "e4m3", "--scale-blocks", "64"], "--scale-blocks '64': expected Q,K"),
+            (
+                ["--dtype", "e4m3", "--scale-blocks", "64"],
+                "--scale-blocks '64': expected Q,K: 64 or 128 rows of q, 64, 96",
+            ),
             (["--dtype", "e4m3", "--scale-blocks", "64,32"], "q_block=64, k_block=32: allowed are 64 and 128"),
-            (["--v-transposed"], "go with dtype='e4m3'"),
+            (["--v-transposed"], "--v-transposed: goes with --dtype e4m3, not bf16"),
+            (["--scale-blocks", "64,64"], "--scale-blocks: goes with --dtype e4m3, not bf16"),
+            (["--no-two-level"], "--two-level, --no-two-level: goes with --dtype e4m3, not bf16"),
+            (["--out-dtype", "fp16"], "--out-dtype: goes with --dtype e4m3, not bf16"),
             (["--dtype", "e4m3", "--qv"], "qv beside dtype='e4m3'"),
         ],
         ids=str,

@@ -8,7 +8,7 @@ import torch
 
 import fa3
 from command_line import empty_store, figures_script, on_cpu, result  # noqa: F401
-from fa3 import fp8, fp8_ops, quantization
+from fa3 import fp8, fp8_ops
 from fa3.cli import accuracy, peers, plots
 from fa3.cli.main import main
 from fa3.numerics.fp8_error import CHOICES, rmse

@@ -161,6 +161,8 @@ QUANTIZE_REFUSED = {
     "a block of 32": ({"block": (128, 32)}, ValueError, r"^block=\(128, 32\): allowed are None, 'head', 'tensor'"),
     "96 queries": ({"block": (96, 96)}, ValueError, r"^block=\(96, 96\): .*64 or 128 rows of q, 64, 96 or 128 rows"),
     "an unknown block": ({"block": "row"}, ValueError, "^block='row': allowed are"),
+    "a block of floats": ({"block": (64.0, 96.0)}, ValueError, r"^block=\(64\.0, 96\.0\): allowed are"),
+    "a rope of one table": ({"rope": (torch.zeros(150, 16),)}, TypeError, r"^rope must be a pair .*, not tuple of 1$"),
     "a block of one number": ({"block": 128}, TypeError, "^block=128: must be None, 'head', 'tensor'"),
 }
 
@@ -189,7 +191,8 @@ def test_float32_is_quantized_but_has_no_16_bit_attention():
             TypeError,
             r"^out_dtype=torch\.float32: allowed are torch\.bfloat16, torch\.float16",
         ),
-        ({"two_level": 1}, TypeError, "^two_level=1: must be True or False"),
+        ({"out_dtype": ["bf16"]}, TypeError, r"^out_dtype=\['bf16'\]: allowed are torch\.bfloat16, torch\.float16"),
+        ({"two_level": 1}, TypeError, "^two_level=1: must be True, False or None, not int"),
         ({"window_size": 3}, TypeError, "^window_size=3: must be a pair"),
         ({"softmax_scale": -1.0}, ValueError, r"^softmax_scale=-1\.0"),
         ({"causal": 1}, TypeError, "^causal=1: must be True or False"),

@@ -1,7 +1,11 @@
 """Quantization to e4m3 in PyTorch: the transform, signs, scales, rounding and the order of V^T."""
 
+import copy
+import io
 import itertools
 import math
+import pickle
+from dataclasses import replace
 from functools import reduce
 
 import pytest
@@ -438,7 +442,17 @@ def test_queries_and_keys_that_do_not_belong_together_are_refused(changes, words
         ({"block": lambda x: "head"}, ValueError, r"^q_scale has shape \(2, 4, 1\): must be \(2, 4\)"),
         ({"k_scale": lambda x: x.k_scale.double()}, TypeError, r"^k_scale has dtype torch\.float64"),
         ({"v_scale": lambda x: x.v_scale.to("meta")}, ValueError, r"^v_scale is on device meta, q on cpu"),
-        ({"v_scale_max": lambda x: None}, ValueError, r"^v_scale_max has shape None: must be \(2, 2\)"),
+        (
+            {"v_scale_max": lambda x: None},
+            TypeError,
+            r"^v_scale_max must be a torch\.Tensor of shape \(2, 2\), not None",
+        ),
+        ({"q": lambda x: None}, TypeError, r"^q must be a torch\.Tensor, not NoneType"),
+        ({"block": lambda x: [128, 64]}, TypeError, r"^block=\[128, 64\]: must be .* a tuple, not list"),
+        ({"block": lambda x: None}, TypeError, r"^block=None: must be .*, not NoneType"),
+        ({"block": lambda x: (128.0, 64.0)}, ValueError, r"^block=\(128\.0, 64\.0\): allowed are"),
+        ({"seed": lambda x: 2**31}, ValueError, r"^seed=2147483648: allowed are 0 to 2147483647, and None"),
+        ({"seed": lambda x: True}, TypeError, r"^seed=True: must be an int or None, not bool"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -454,9 +468,7 @@ def test_parts_that_do_not_fit_are_named(changes, error, words):
 def test_all_blocks_of_v_may_have_the_scale_of_their_head():
     q, k, v = (torch.randn(2, 300, 2, 32) * torch.arange(1, 301)[:, None, None] for _ in range(3))
     for v_layout, v_of_head in itertools.product(("row", "transposed"), (False, True)):
-        x = quantization.quantize_qkv(
-            quantize_tensor, q, k, v, block=(64, 96), v_layout=v_layout, v_of_head=v_of_head
-        )
+        x = quantization.quantize_qkv(quantize_tensor, q, k, v, block=(64, 96), v_layout=v_layout, v_of_head=v_of_head)
         of_head, scale = quantize_tensor(v, rows="head", transpose=v_layout == "transposed")
         assert x.v_scale.shape == (2, 2, 4)
         assert (x.v_scale == x.v_scale[..., :1]).all().item() is v_of_head
@@ -474,3 +486,42 @@ def test_a_block_of_v_a_million_times_as_large_as_the_others_leaves_them_alone()
     expected = fa3.reference(q, k, v, causal=True)[0].float()
     error = (out - expected)[:, :200]
     assert error.norm() < 0.15 * expected[:, :200].norm()
+
+
+def test_a_largest_scale_of_v_is_refused_where_there_are_no_blocks():
+    x = quantized("head")[1]
+    with pytest.raises(ValueError, match=r"^v_scale_max is given beside block='head'"):
+        replace(x, v_scale_max=x.v_scale)
+
+
+def test_keys_are_those_of_something_quantized():
+    with pytest.raises(TypeError, match=r"^other must be a fa3\.QuantizedQKV, not tuple"):
+        quantized()[1].with_keys_of(())
+
+
+def _saved(x):
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([QuantizedQKV]):
+        return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("copied", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy, _saved])
+@pytest.mark.parametrize("block", [(128, 64), "tensor"])
+def test_a_copy_by_pickle_or_torch_save_is_the_same(block, copied):
+    x = quantized(block, v_layout="transposed")[1]
+    y = copied(x)
+    assert (y.block, y.v_layout, y.seed, y.v.dtype) == (x.block, x.v_layout, x.seed, torch.float8_e4m3fn)
+    for mine, expected in zip(y.dequantize(), x.dequantize(), strict=True):
+        assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("block", [(128, 64), "head"])
+def test_all_tensors_move_together(block):
+    x = quantized(block)[1]
+    y = x.to("meta")
+    moved = [value for value in vars(y).values() if isinstance(value, torch.Tensor)]
+    assert len(moved) == (7 if isinstance(block, tuple) else 6)
+    assert {value.device.type for value in moved} == {"meta"}
+    assert (y.block, y.seed) == (x.block, x.seed)

@@ -71,7 +71,8 @@ def _check_rope(rope: object, interleaved: object, q: Tensor, k: Tensor) -> _Rop
             raise ValueError("interleaved=True, rope=None: it says how rope makes pairs, and goes with it")
         return None
     if not isinstance(rope, (tuple, list)) or len(rope) != 2:
-        raise TypeError(f"rope must be a pair (cos, sin) of tensors, not {type(rope).__name__}")
+        given = f"{type(rope).__name__} of {len(rope)}" if isinstance(rope, (tuple, list)) else type(rope).__name__
+        raise TypeError(f"rope must be a pair (cos, sin) of tensors, not {given}")
     cos, sin = rope
     for name, table in (("rope[0] (cos)", cos), ("rope[1] (sin)", sin)):
         check_tensors(**{name: table})
@@ -121,9 +122,9 @@ def _check_seed(incoherent: object, seed: object) -> int | None:
     return number if incoherent else None
 
 
-def _check_two_level(two_level: bool | None) -> None:
-    if two_level is not None:
-        check_bool("two_level", two_level)
+def _check_two_level(two_level: object) -> None:
+    if two_level is not None and two_level is not True and two_level is not False:
+        raise TypeError(f"{named('two_level', two_level)}: must be True, False or None, not {type(two_level).__name__}")
 
 
 def _check_options(fp8: Fp8, causal: bool, given: dict[str, Any]) -> tuple[bool, Options]:
@@ -165,8 +166,8 @@ def quantize_qkv(
         incoherent: multiply q and k by random signs and a Hadamard matrix, which changes no score, and spreads the
             outliers of a column over others, so that they cost less accuracy.
         seed: of the signs, 0 to ``2**31 - 1``. q and k that meet must have the same.
-        block: (rows of q, rows of k and v) that share a scale, 64 or 128 of q, 64, 96 or 128 of k and v; ``"head"``: all
-            rows of a head share one; ``"tensor"``: one scale for each of q, k and v. ``None``: of q and k blocks as
+        block: (rows of q, rows of k and v) that share a scale, 64 or 128 of q, 64, 96 or 128 of k and v; ``"head"``:
+            all rows of a head share one; ``"tensor"``: one scale for each of q, k and v. ``None``: of q and k blocks as
             suit the kernels, (64, 96) or (64, 128) by head_dim and by whether rows are long, of v one scale a head.
         v_layout: ``"row"``: v stays (batch, seqlen_k, heads_kv, head_dim_v); ``"transposed"``: V^T as the kernels
             read it, (batch, heads_kv, head_dim_v, seqlen_k rounded up to 16), keys in an order of their own.
@@ -176,7 +177,7 @@ def quantize_qkv(
 
     Raises:
         TypeError, ValueError: an argument is bad; the message says which, what was given and what is allowed.
-        NotImplementedError: cos or sin requires a gradient.
+        NotImplementedError: a tensor requires a gradient, which does not exist: `flash_attn_fp8_func` has one.
         FA3Error: the backend cannot run here.
     """
     on_hopper = isinstance(q, Tensor) and backends.for_device(q.device) == "hopper"
@@ -184,7 +185,13 @@ def quantize_qkv(
     tables = _check_rope(rope, interleaved, q, k)
     if not isinstance(v_layout, str) or v_layout not in ("row", "transposed"):
         raise ValueError(f"v_layout={v_layout!r}: allowed are 'row' and 'transposed'")
-    q, k, v = (x.detach() for x in (q, k, v))
+    if torch.is_grad_enabled():
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.requires_grad:
+                raise NotImplementedError(
+                    f"{name} requires a gradient, and quantize_qkv has none: call it under torch.no_grad, or "
+                    "fa3.flash_attn_fp8_func, which has gradients"
+                )
     return quantization.quantize_qkv(
         fp8_ops.quantize_tensor, q, k, v, tables, interleaved, _check_seed(incoherent, seed),
         _check_block(block, q.shape[3], k.shape[1] > TWO_LEVEL_KEYS), v_layout, block is None,
@@ -232,7 +239,7 @@ def flash_attn_quantized_func(
             f"x must be a fa3.QuantizedQKV, as fa3.quantize_qkv makes it, not {type(x).__name__}; e4m3 tensors with "
             "one scale a head go to fa3.flash_attn_func"
         )
-    if out_dtype not in _DTYPE_NAMES:
+    if not isinstance(out_dtype, torch.dtype) or out_dtype not in _DTYPE_NAMES:
         raise TypeError(f"out_dtype={out_dtype!r}: allowed are {listed(_DTYPE_NAMES)}")
     _check_two_level(two_level)
     causal, options = _check_options(

@@ -18,8 +18,9 @@ Everything is float32: of values above ``FLT_MAX / n`` (1e36 for n = 256) sums o
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -157,7 +158,7 @@ def rope_rows(
 def is_block(block: Any) -> bool:
     """Whether so many (rows of q, rows of k and v) may share a scale."""
     return len(block) == 2 and all(
-        not isinstance(rows, bool) and rows in allowed for rows, allowed in zip(block, BLOCK_ROWS, strict=True)
+        isinstance(rows, numbers.Integral) and rows in allowed for rows, allowed in zip(block, BLOCK_ROWS, strict=True)
     )
 
 
@@ -345,10 +346,19 @@ class QuantizedQKV:
         if isinstance(self.block, str):
             if self.block not in ("head", "tensor"):
                 raise ValueError(f"block={self.block!r}: allowed are {BLOCK_CHOICES}")
+        elif not isinstance(self.block, tuple):
+            raise TypeError(f"block={self.block!r}: must be {BLOCK_CHOICES}, a tuple, not {type(self.block).__name__}")
         elif not is_block(self.block):
             raise ValueError(f"block={self.block!r}: allowed are {BLOCK_CHOICES}")
+        if self.seed is not None:
+            if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+                raise TypeError(f"seed={self.seed!r}: must be an int or None, not {type(self.seed).__name__}")
+            if not 0 <= self.seed <= MAX_SEED:
+                raise ValueError(f"seed={self.seed}: allowed are 0 to {MAX_SEED}, and None")
         for name in ("q", "k", "v"):
             tensor = getattr(self, name)
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
             if tensor.dtype is not E4M3:
                 raise TypeError(f"{name} has dtype {tensor.dtype}: must be {E4M3}")
             if tensor.dim() != 4:
@@ -369,16 +379,38 @@ class QuantizedQKV:
             shapes["v_scale_max"] = (batch, heads_kv)
         for name, shape in shapes.items():
             tensor = getattr(self, name)
-            if tensor is None or tuple(tensor.shape) != shape:
-                given = None if tensor is None else tuple(tensor.shape)
-                raise ValueError(f"{name} has shape {given}: must be {shape}, by q, k, block and v_layout")
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor of shape {shape}, not {type(tensor).__name__}")
+            if tuple(tensor.shape) != shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}: must be {shape}, by q, k, block and v_layout"
+                )
             if name not in ("k", "v") and tensor.dtype is not torch.float32:
                 raise TypeError(f"{name} has dtype {tensor.dtype}: must be torch.float32")
             if tensor.device != self.q.device:
                 raise ValueError(f"{name} is on device {tensor.device}, q on {self.q.device}: must be the same")
+        if self.v_scale_max is not None and "v_scale_max" not in shapes:
+            raise ValueError(f"v_scale_max is given beside block={self.block!r}: must be None but with blocks of rows")
 
     def _blocks(self, seqlen: int, of_keys: int) -> tuple[int, ...]:
         return (-(-seqlen // self.block[of_keys]),) if isinstance(self.block, tuple) else ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # As bytes: PyTorch's pickle of an e4m3 tensor fails, torch.save of one does not.
+        state = {field.name: getattr(self, field.name) for field in fields(self)}
+        return state | {name: state[name].view(torch.uint8) for name in ("q", "k", "v")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {name: state[name].view(E4M3) for name in ("q", "k", "v")})
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> QuantizedQKV:
+        """The same on a device: every tensor by `torch.Tensor.to`."""
+        moved: dict[str, Any] = {
+            field.name: value.to(device, non_blocking=non_blocking)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **moved)
 
     @property
     def head_dim(self) -> int:
@@ -430,9 +462,12 @@ class QuantizedQKV:
         Positions of a rotary embedding are those that each was quantized with.
 
         Raises:
+            TypeError: ``other`` is no `QuantizedQKV`.
             ValueError: the two do not belong together: other signs or none, another head_dim, or one of them with
                 scales of blocks and the other without.
         """
+        if not isinstance(other, QuantizedQKV):
+            raise TypeError(f"other must be a fa3.QuantizedQKV, not {type(other).__name__}")
         if self.seed != other.seed:
             raise ValueError(
                 f"seed={self.seed} of the queries, seed={other.seed} of the keys (None: not incoherent): must be the "
@@ -465,8 +500,9 @@ def quantize_qkv(
     """q, k and v by a quantizer of tensors; the arguments are those of `fa3.quantize_qkv`, taken as checked.
 
     With ``v_of_head`` all blocks of v have one scale, that of their head, which is what ``block=None`` means for v: the
-    scale of a block becomes part of its probabilities, as its ratio to the largest of the head, and where one block of v
-    is thousands of times as large as the others that leaves no probabilities of theirs. e4m3 has exponents of its own.
+    scale of a block becomes part of its probabilities, as its ratio to the largest of the head, and where one block of
+    v is thousands of times as large as the others that leaves no probabilities of theirs. e4m3 has exponents of its
+    own.
     """
     of_q, of_k = (block, block) if isinstance(block, str) else block
     rotation = {

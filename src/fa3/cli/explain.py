@@ -70,7 +70,7 @@ def parse_blocks(text: str) -> tuple[int, int]:
     """``Q,K``: rows that share a scale, of which the problem knows what is allowed."""
     found = re.fullmatch(r"([0-9]{1,9}),([0-9]{1,9})", text)
     if found is None:
-        raise ValueError(f"--scale-blocks {text!r}: expected Q,K: rows of q, and of k and v, 64 or 128 each")
+        raise ValueError(f"--scale-blocks {text!r}: expected Q,K: 64 or 128 rows of q, 64, 96 or 128 of k and v")
     return int(found[1]), int(found[2])
 
 
@@ -86,6 +86,16 @@ def problem_of(args: argparse.Namespace) -> Problem:
     causal = args.causal or right == 0
     out_dtype = args.out_dtype or ("bf16" if args.dtype == "e4m3" else "")
     q_block, k_block = (0, 0) if args.scale_blocks is None else parse_blocks(args.scale_blocks)
+    if args.dtype != "e4m3":
+        # The problem would say the same of its fields, whose names are not those of the options.
+        for option, given in (
+            ("--scale-blocks", args.scale_blocks is not None),
+            ("--v-transposed", args.v_transposed),
+            ("--two-level, --no-two-level", args.two_level is not None),
+            ("--out-dtype", args.out_dtype is not None),
+        ):
+            if given:
+                raise ValueError(f"{option}: goes with --dtype e4m3, not {args.dtype}")
     return Problem(
         batch=batch,
         seqlen_q=seqlen,
@@ -247,14 +257,18 @@ def _gradients(problem: Problem, facts: DeviceFacts) -> dict[str, Any]:
     from fa3.backward_plan import plan_backward, why_no_backward
     from fa3.mods import derivative_of
 
+    if problem.dtype == "e4m3":
+        nothing = "a call in e4m3 has none: flash_attn_fp8_func has those of its 16-bit q, k and v"
+        return {"exist": False, "plan": None, "no_plan": nothing}
     derivative = derivative_of(problem.score_mod) if problem.score_mod else ""
     missing = why_no_backward(problem)
     if missing is None and problem.score_mod and not derivative:
         missing = f"score_mod {problem.score_mod} names no derivative"
     if missing is not None:
-        return {"plan": None, "no_plan": missing}
+        return {"exist": True, "plan": None, "no_plan": missing}
     planned = plan_backward(problem, facts, derivative)
     return {
+        "exist": True,
         "plan": [spec.name for spec in (planned.prepare, planned.main, planned.finish)],
         "parts": planned.parts,
         "grid_blocks": planned.order.blocks,
@@ -265,6 +279,8 @@ def _gradients(problem: Problem, facts: DeviceFacts) -> dict[str, Any]:
 
 def _gradient_lines(gradients: dict[str, Any]) -> list[str]:
     """Kernels of the gradients, and why."""
+    if not gradients["exist"]:
+        return [gradients["no_plan"]]
     if gradients["plan"] is None:
         return [f"the hopper backend has no kernels for them, PyTorch computes them in tiles: {gradients['no_plan']}"]
     return [

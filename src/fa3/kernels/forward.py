@@ -119,9 +119,9 @@ class ForwardKernel(Producer, Fp8, Epilogue):
     ):
         """Build the TMA descriptors and launch.
 
-        The first seven arguments are device addresses; ``lse`` and ``sink`` may be 0, then the one is not written
-        and the other not read; ``counter`` is explained at ``tiles.Supply``. Strides are in elements and must be
-        multiples of 8, of e4m3 inputs of 16, addresses of 16 bytes. ``section`` and ``levels`` are explained at ``tiles.place_of_tile``;
+        The first seven arguments are device addresses, multiples of 16 bytes; ``lse`` and ``sink`` may be 0, then the
+        one is not written and the other not read; ``counter`` is explained at ``tiles.Supply``. Strides are in elements
+        and must be multiples of 8, of e4m3 of 16. ``section`` and ``levels`` are explained at ``tiles.place_of_tile``;
         ``blocks`` thread blocks run. ``sink_bytes`` are 2 (bf16) or 4 (float32). ``extra_numbers`` are those of
         ``extra_types``, in its order.
         """

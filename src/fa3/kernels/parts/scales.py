@@ -17,8 +17,8 @@ from cutlass import Float32, Int32, Int64
 #: beyond float32 would make NaN.
 LEAST_FACTOR, LARGEST_FACTOR = 2.0**-80, 2.0**64
 
-#: Bounds of that times the softmax scale in log2 units: scores then are below 2**27, where float32 still tells them from
-#: their reference to within the range of e4m3. Above, one key rules each row either way.
+#: Bounds of that times the softmax scale in log2 units: scores then are below 2**27, where float32 still tells them
+#: from their reference to within the range of e4m3. Above, one key rules each row either way.
 LEAST_SCALE, LARGEST_SCALE = 2.0**-100, 2.0
 
 #: Least share that the scale of a tile of v has in the largest of its head: its probabilities round to 0 far above it.

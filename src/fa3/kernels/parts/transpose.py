@@ -122,7 +122,7 @@ def transpose_units(
 
 @cute.jit
 def store_sorted(target: Int32, output: cute.Tensor, row: Int32, lane: Int32, columns: cutlass.Constexpr):
-    """Store a part of an output whose columns have the order of `transpose_units` as a swizzled tile of 16-bit elements.
+    """Store a part of an output, whose columns have the order of `transpose_units`, as a swizzled tile of 16 bits.
 
     Args:
         target: address of the tile in shared memory, a multiple of 1024 bytes.
