@@ -78,9 +78,12 @@ def test_new_queries_attend_to_a_cache_of_keys():
     torch.testing.assert_close(out.double(), fa3.reference(*new.dequantize())[0], rtol=1e-2, atol=1e-4)
 
 
-def test_a_quantizer_may_be_asked_for_in_inference_mode_and_of_tensors_that_want_gradients():
+def test_tensors_that_want_gradients_are_quantized_only_where_none_are_recorded():
     qkv = tensors(requires_grad=True)
-    x = fa3.quantize_qkv(*qkv)
+    with pytest.raises(NotImplementedError, match="q requires a gradient, and quantize_qkv has none"):
+        fa3.quantize_qkv(*qkv)
+    with torch.no_grad():
+        x = fa3.quantize_qkv(*qkv)
     assert not any(y.requires_grad for y in (x.q, x.k, x.v, x.q_scale))
     with torch.inference_mode():
         out = fa3.flash_attn_quantized_func(fa3.quantize_qkv(*qkv), causal=True)
@@ -406,7 +409,7 @@ def test_meta_tensors_have_shapes():
     out.sum().backward()
     assert out.shape == (2, 90, 4, 48)
     assert [x.grad.shape for x in (q, k, v)] == [x.shape for x in (q, k, v)]
-    x = fa3.quantize_qkv(q, k, v, v_layout="transposed")
+    x = fa3.quantize_qkv(*(x.detach() for x in (q, k, v)), v_layout="transposed")
     assert (x.v.shape, x.v_scale.shape) == ((2, 2, 48, 160), (2, 2, 2))
     assert fa3.flash_attn_quantized_func(x).shape == (2, 90, 4, 48)
 
