@@ -153,6 +153,7 @@ def test_scales_that_are_powers_of_two_are_those_of_the_definition(transpose):
     [
         *((16, "fp32", False), (64, "same", False), (96, "fp32", False), (128, "fp32", False)),
         *((48, "same", True), (64, "fp32", True), (256, "fp32", True)),
+        (192, "fp32", False),
     ],
 )
 def test_a_rotary_embedding_is_that_of_the_definition(head_dim, rope, interleaved):

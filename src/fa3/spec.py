@@ -594,9 +594,9 @@ class QuantizeSpec(_Spec):
         """Columns next to each other that a thread has.
 
         16 bytes of e4m3; or 8 where the transform cuts finer, and of wide rows with an embedding, whose cosines and
-        sines then lie closer together for the threads of a warp.
+        sines then lie closer together for the threads of a warp. Of 192 columns the transform wants 16.
         """
-        if self.transpose or (self.rope and self.head_dim >= 128):
+        if self.transpose or (self.rope and self.head_dim in (128, 256)):
             return 8
         return 8 if self.head_dim % 64 and self.head_dim != 32 else 16
 

@@ -273,7 +273,7 @@ def call_own(values, scales, **options):
     return asked(fa3.flash_attn_func, *values, return_lse=True, **given, **options)
 
 
-@pytest.mark.parametrize("given", itertools.product((False, True), repeat=3), ids=str)
+@pytest.mark.parametrize("given", list(itertools.product((False, True), repeat=3)), ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_scales_of_a_head_and_none_are_accurate_in_flash_attn_func(head_dim, given):
     values, scales = own(dims=(head_dim, head_dim))
