@@ -100,8 +100,9 @@ def call_fp8(head_dim: int, block: tuple[int, int] | str | None, v_layout: str, 
         shapes = (seqlen_q, HEADS, head_dim), (seqlen_k, HEADS_KV, head_dim), (seqlen_k, HEADS_KV, head_dim)
         q, k, v = (torch.randn(BATCH, *shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
         angles = torch.randn(seqlen_k, head_dim // 2, device="cuda")
-        rope = (angles.cos(), angles.sin()) if seqlen_q <= seqlen_k else None
-        x = fa3.quantize_qkv(q, k, v, rope=rope, interleaved=rope is not None, block=block, v_layout=v_layout)
+        # Kernels that ship.
+        rope = (angles.cos(), angles.sin()) if seqlen_q <= seqlen_k and block != "head" else None
+        x = fa3.quantize_qkv(q, k, v, rope=rope, block=block, v_layout=v_layout)
         for tensor in x.dequantize():
             assert torch.isfinite(tensor).all()
         out, lse = fa3.flash_attn_quantized_func(
