@@ -531,9 +531,12 @@ class ForwardKernel(Producer, Fp8, Epilogue):
 
             last = work.position + end - 1
             barriers.wait_full(loads.v_ready.full, last, self.stages)
-            self.issue_pv(operands, last, end - first)
-            warpgroup.wait_group(0)
-            self.finish_pv(operands, state, loads, last, end - first, last=True)
+            if const_expr(self.spec.parts > 1):
+                self.add_pv_in_parts(operands, state, loads, last)
+            else:
+                self.issue_pv(operands, last, end - first)
+                warpgroup.wait_group(0)
+                self.finish_pv(operands, state, loads, last, end - first, last=True)
         elif const_expr(self.spec.out_has_own_tile and not self.spec.pack_gqa):
             barriers.release(loads.q.empty + me.group, work.done, 1)
         if const_expr(self.mask == "window"):
@@ -634,6 +637,8 @@ class ForwardKernel(Producer, Fp8, Epilogue):
         k_tile = self.tile_at(operands.k, position)
         if const_expr(self.spec.pingpong):
             barriers.take_turn(me.group)
+        if const_expr(self.spec.parts > 1 and not first):
+            self.add_pv_in_parts(operands, state, loads, position - 1)
         products.issue(self.qk_mma(), operands.scores, operands.q, k_tile, accumulate=False)
         if const_expr(self.spec.qv):
             v_keys = self.tile_at(operands.v_keys, position)
@@ -642,11 +647,12 @@ class ForwardKernel(Producer, Fp8, Epilogue):
         # Those of FP8 come and go so fast that all groups would then do softmax at once.
         if const_expr(self.spec.pingpong and not self.spec.fp8):
             barriers.give_turn(me.group, self.groups)
-        if const_expr(not first):
+        if const_expr(not first and self.spec.parts == 1):
             self.issue_pv(operands, position - 1, count)
 
         # With overlap only the scores are waited for: PV runs on under the softmax.
-        warpgroup.wait_group(1 if const_expr(self.spec.overlap and not first) else 0)
+        under = self.spec.overlap and not first and self.spec.parts == 1
+        warpgroup.wait_group(1 if const_expr(under) else 0)
         if const_expr(self.spec.pingpong and self.spec.fp8):
             barriers.give_turn(me.group, self.groups)
         barriers.release(loads.k.empty, position, self.stages)
@@ -654,9 +660,13 @@ class ForwardKernel(Producer, Fp8, Epilogue):
 
         if const_expr(self.spec.fp8):
             self.look_ahead(loads, operands, position)
-            products.round_to_fp8(operands.scores, operands.next_p)
+            if const_expr(self.spec.parts == 1):
+                products.round_to_fp8(operands.scores, operands.next_p)
         # At the first step the output is still zero: the references may move without a rescale.
-        if const_expr(not first):
+        if const_expr(not first and self.spec.parts > 1):
+            if moved:
+                self.follow_references(operands, state)
+        elif const_expr(not first):
             if const_expr(self.spec.overlap and self.spec.fp8):
                 ptx.keep_words_before_here(products.any_of(operands.next_p))
             elif const_expr(self.spec.overlap):
