@@ -30,7 +30,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from fa3.spec import DS_BUFFERS, WARPGROUP_THREADS, WGMMA_ROWS, BackwardSpec
+from fa3.backward_spec import DS_BUFFERS, BackwardSpec
+from fa3.spec import WARPGROUP_THREADS, WGMMA_ROWS
 
 from .forward import DTYPES, REGISTERS
 from .parts import barriers, copies, gradients, products, scores, softmax, tiles

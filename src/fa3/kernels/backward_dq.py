@@ -25,7 +25,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from fa3.spec import WARPGROUP_THREADS, WGMMA_ROWS, QueryGradientSpec
+from fa3.backward_spec import QueryGradientSpec
+from fa3.spec import WARPGROUP_THREADS, WGMMA_ROWS
 
 from .forward import DTYPES, REGISTERS
 from .parts import barriers, copies, layout, products, query_scores, scores, softmax, tiles
