@@ -12,6 +12,10 @@ does nothing else; off, warp 0 of the first consumer warpgroup issues them betwe
 others' products. ``overlap``: inside a warpgroup, the scores of tile j+1 are waited for while the PV
 product of tile j still runs, and the softmax of j+1 runs under it.
 
+In order: the launch, the roles of a block (`kernel`), a consumer (`attend`), its main loop (`attend_tile`), one step
+of it (`step`). Under `parts` are what comes before the first tile (`setup`), the producer, the softmax of a step
+(`softmax_step`), what FP8 does differently (`fp8`), and the epilogue.
+
 Reference: FlashAttention-3, Shah et al. 2024, https://arxiv.org/abs/2407.08608, algorithms 1 and 2.
 """
 
@@ -27,39 +31,20 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from fa3.spec import FP8, WARPGROUP_THREADS, WGMMA_ROWS, ForwardSpec
 
-from .parts import (
-    barriers,
-    layout,
-    products,
-    ptx,
-    rows,
-    scaled_softmax,
-    scales,
-    scores,
-    softmax,
-    tiles,
-)
+from .parts import barriers, layout, products, ptx, rows, scaled_softmax, scores, softmax, tiles
 from .parts.epilogue import Epilogue
 from .parts.extras import extra_types, name_extra_numbers, score_factors
 from .parts.fp8 import Fp8
 from .parts.producer import Producer
+from .parts.registers import REGISTERS, TRANSPOSING_REGISTERS
 from .parts.setup import Descriptors, Setup
+from .parts.softmax_step import SoftmaxStep
 from .parts.work import Consumer, Extras, GlobalRows, Loads, Operands, Shared, Sizes, Store, Work
-
-#: (producer, consumer) registers of a thread for each number of consumer warpgroups, in steps of 8. A block
-#: owns what its threads got at the launch (64 K over the threads, rounded down to 8 a thread), and what the
-#: producer gives up is all that the consumers can gain: a larger demand waits forever.
-REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160), 4: (32, 112)}
-#: The same where the producer's other warps transpose v.
-TRANSPOSING_REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
-for _consumers, (_producer, _consumer) in (*REGISTERS.items(), *TRANSPOSING_REGISTERS.items()):
-    _at_launch = min(65536 // (WARPGROUP_THREADS * (_consumers + 1)) // 8 * 8, 248)
-    assert _producer + _consumers * _consumer <= (_consumers + 1) * _at_launch
 
 DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, FP8: cutlass.Float8E4M3FN}
 
 
-class ForwardKernel(Setup, Producer, Fp8, Epilogue):
+class ForwardKernel(Setup, Producer, SoftmaxStep, Fp8, Epilogue):
     """Host launch and device code of one ``ForwardSpec``."""
 
     def __init__(self, spec: ForwardSpec):
@@ -500,76 +485,6 @@ class ForwardKernel(Setup, Producer, Fp8, Epilogue):
     def tile_at(self, operand: cute.Tensor, position: Int32) -> cute.Tensor:
         """The tile of a B operand in the stage of ``position``."""
         return operand[None, None, None, barriers.stage_of(position, self.stages)]
-
-    @cute.jit
-    def softmax_step(
-        self,
-        work: Work,
-        me: Consumer,
-        raw_scores: cute.Tensor,
-        state: softmax.State,
-        step: Int32,
-        masked: Boolean | bool,
-        factors: scales.Factors | None,
-        scale_log2: Float32,
-        first: cutlass.Constexpr,
-    ) -> Boolean:
-        """Turn scores into probabilities and bring the softmax state up to date.
-
-        Returns whether the output must be rescaled by the state's factors; the same in all lanes of a warp.
-        """
-        view = layout.rows_and_columns(raw_scores)
-        extras = work.extras
-        if const_expr(self.spec.fp8):
-            # The scales join the first factor that there is.
-            if const_expr(self.spec.softcap):
-                extras = extras._replace(tanh_factor=extras.tanh_factor * factors.scores)
-            elif const_expr(self.score_mod is not None):
-                extras = extras._replace(mod_factor=extras.mod_factor * factors.scores)
-        if const_expr(self.spec.softcap):
-            scores.cap(view, extras.tanh_factor)
-        if const_expr(self.score_mod is not None):
-            queries, heads, first_key = self.place_of_scores(work, me, step)
-            scores.modify(
-                self.score_mod, view, extras.mod_factor, work.batch_index, heads, queries, first_key, extras.score_aux
-            )
-        if const_expr(isinstance(masked, bool)):
-            if const_expr(masked):
-                self.hide(work, me, view, step)
-        elif masked:
-            self.hide(work, me, view, step)
-        if const_expr(self.spec.fp8):
-            largest = softmax.row_max_bits(cute.recast_tensor(view, Int32))
-            moved = state.exceeded(largest)
-            if moved:
-                threshold = scaled_softmax.FIRST_THRESHOLD if first else self.spec.rescale_threshold
-                state.move_to(view, largest, scale_log2, threshold)
-            state.exponentiate_with(view, scale_log2, factors)
-        else:
-            moved = state.must_move(view)
-            if moved:
-                state.move(view, self.spec.rescale_threshold)
-            state.exponentiate(view)
-        return moved
-
-    @cute.jit
-    def place_of_scores(
-        self, work: Work, me: Consumer, step: Int32
-    ) -> tuple[tuple[Int32, Int32], tuple[Int32, Int32], Int32]:
-        """Queries and heads of the thread's two rows, and the key of its first column."""
-        upper, lower = self.rows_of(work, me)
-        packed, group = self.spec.pack_gqa, work.sizes.group
-        queries = rows.query_of(upper, group, packed), rows.query_of(lower, group, packed)
-        heads = rows.head_of(upper, work.head, group, packed), rows.head_of(lower, work.head, group, packed)
-        return queries, heads, self.key_tile_of(work, step) * self.tile_n + layout.first_column(me.lane)
-
-    @cute.jit
-    def hide(self, work: Work, me: Consumer, view: cute.Tensor, step: Int32):
-        """Set the scores of keys that a row does not see to -inf."""
-        queries, heads, first_key = self.place_of_scores(work, me, step)
-        if const_expr(self.mask_mod is not None):
-            scores.hide(self.mask_mod, view, work.batch_index, heads, queries, first_key, work.extras.mask_aux)
-        work.sizes.mask.hide(view, queries, first_key, self.mask)
 
 
 def compile_forward(spec: ForwardSpec, options: str) -> Any:
