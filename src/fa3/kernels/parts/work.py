@@ -89,8 +89,8 @@ class Ring(NamedTuple):
     empty: cute.Pointer
 
 
-class PackedRows(NamedTuple):
-    """A (batch, seqlen, heads, columns) tensor in global memory whose rows are moved by threads."""
+class GlobalRows(NamedTuple):
+    """A (batch, seqlen, heads, columns) tensor in global memory: its address, and strides in elements."""
 
     address: Int64
     batch_stride: Int64
@@ -106,7 +106,7 @@ class Loads(NamedTuple):
     k: Load
     v: Load
     qv: Load | None
-    packed_q: PackedRows
+    packed_q: GlobalRows
     #: Stages of v as the products read it: those of ``v``, or of its transposed tiles.
     v_ready: Ring
 
@@ -117,7 +117,7 @@ class Store(NamedTuple):
     tma: cute.CopyAtom
     source: cute.Tensor
     target: cute.Tensor
-    packed: PackedRows
+    packed: GlobalRows
     lse: Int64
 
 
