@@ -38,6 +38,8 @@ ELEMENT_BYTES = {"fp16": 2, "bf16": 2}
 
 #: The dtype of q, k and v that only the forward takes.
 FP8 = "e4m3"
+#: The dtype that q and k may have beside a v of FP8.
+INT8 = "int8"
 INPUT_BYTES = {**ELEMENT_BYTES, FP8: 1}
 
 #: Bytes of an element of out.
@@ -46,8 +48,8 @@ OUT_BYTES = 2
 #: The tile classes of FP8.
 FP8_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 
-#: Columns of the output of FP8 that are added to sums in float32 at once where there are no registers for all of them,
-#: and columns up to which there are.
+#: Fewest columns of the output of FP8 that are added to sums in float32 at once where there are no registers for all of
+#: them, and columns up to which there are.
 PART_COLUMNS, WHOLE_COLUMNS = 64, 128
 
 #: Keys of one WGMMA instruction of FP8, which tiles are a multiple of.
@@ -97,6 +99,7 @@ class ForwardSpec(Spec):
             transposed.
         promote: every so many key tiles the output of e4m3, which the tensor core adds up with 14 bits or so, is added
             to sums in float32; 0: never.
+        qk_dtype: element type of q and k where v is e4m3: ``"int8"``, or empty, as ``dtype``.
     """
 
     kernel = "forward"
@@ -123,6 +126,7 @@ class ForwardSpec(Spec):
     key_block: int = 0
     transpose_stages: int = 0
     promote: int = 0
+    qk_dtype: str = ""
 
     @property
     def causal(self) -> bool:
@@ -135,9 +139,14 @@ class ForwardSpec(Spec):
         return self.dtype == FP8
 
     @property
+    def part_columns(self) -> int:
+        """Columns of a part: as many as scores have, whose registers it then takes, if they divide PV's."""
+        return self.tile_n if self.tile_n >= PART_COLUMNS and self.head_dim_v % self.tile_n == 0 else PART_COLUMNS
+
+    @property
     def parts(self) -> int:
         """Parts of the columns of PV that are multiplied one after the other, each added to sums in float32."""
-        return self.head_dim_v // PART_COLUMNS if self.promote and self.head_dim_v > WHOLE_COLUMNS else 1
+        return self.head_dim_v // self.part_columns if self.promote and self.head_dim_v > WHOLE_COLUMNS else 1
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -206,7 +215,8 @@ class ForwardSpec(Spec):
         features = changes_in_name(self, "softcap", "pack_gqa", "qv")
         if self.fp8:
             numbers = (("scale", self.key_block), ("vt", self.transpose_stages), ("add", self.promote))
-            features = [self.out_dtype, *(f"{word}{n}" for word, n in numbers if n), *features]
+            dtypes = (self.qk_dtype, self.out_dtype)
+            features = [*filter(None, dtypes), *(f"{word}{n}" for word, n in numbers if n), *features]
         schedule = f"{switches or 'serial'}{threshold}"
         return "_".join((f"forward_{self.dtype}_{dims_in_name(self)}_{self.mask}_{tile}_{schedule}", *features))
 
@@ -239,13 +249,15 @@ class ForwardSpec(Spec):
     def _check_fp8(self) -> None:
         if not self.fp8:
             check_kind(self, TILE_CLASSES)
-            for name in ("out_dtype", "key_block", "transpose_stages", "promote"):
+            for name in ("out_dtype", "key_block", "transpose_stages", "promote", "qk_dtype"):
                 if getattr(self, name):
                     raise ValueError(f"{name}={getattr(self, name)!r}: goes with dtype {FP8!r} alone")
             return
         check_kind(self, FP8_CLASSES, (FP8,))
         if self.out_dtype not in ELEMENT_BYTES:
             raise ValueError(f"out_dtype={self.out_dtype!r}: allowed beside {FP8} are {', '.join(ELEMENT_BYTES)}")
+        if self.qk_dtype not in ("", INT8):
+            raise ValueError(f"qk_dtype={self.qk_dtype!r}: allowed beside {FP8} are {INT8!r} and ''")
         if self.tile_n % FP8_KEYS:
             raise ValueError(f"tile_n={self.tile_n}: beside {FP8} must be a multiple of {FP8_KEYS}")
         if self.pack_gqa or self.qv:

@@ -29,7 +29,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from fa3.spec import FP8, WARPGROUP_THREADS, WGMMA_ROWS, ForwardSpec
+from fa3.spec import FP8, INT8, WARPGROUP_THREADS, WGMMA_ROWS, ForwardSpec
 
 from .parts import barriers, layout, products, ptx, rows, scaled_softmax, scores, softmax, tiles
 from .parts.epilogue import Epilogue
@@ -41,7 +41,7 @@ from .parts.setup import Descriptors, Setup
 from .parts.softmax_step import SoftmaxStep
 from .parts.work import Consumer, Extras, GlobalRows, Loads, Operands, Shared, Sizes, Store, Work
 
-DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, FP8: cutlass.Float8E4M3FN}
+DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, FP8: cutlass.Float8E4M3FN, INT8: cutlass.Int8}
 
 
 class ForwardKernel(Setup, Producer, SoftmaxStep, Fp8, Epilogue):
@@ -50,6 +50,7 @@ class ForwardKernel(Setup, Producer, SoftmaxStep, Fp8, Epilogue):
     def __init__(self, spec: ForwardSpec):
         self.spec = spec
         self.dtype, self.out_dtype = DTYPES[spec.dtype], DTYPES[spec.out_dtype or spec.dtype]
+        self.qk_dtype = DTYPES[spec.qk_dtype or spec.dtype]
         # The tensor core takes FP8 along the keys alone.
         self.v_major = OperandMajorMode.K if spec.fp8 else OperandMajorMode.MN
         self.transposes = spec.transpose_stages > 0
@@ -141,7 +142,7 @@ class ForwardKernel(Setup, Producer, SoftmaxStep, Fp8, Epilogue):
 
     def qk_mma(self) -> cute.TiledMma:
         """S = Q K^T of one warpgroup, both operands from shared memory."""
-        return products.make_mma(self.dtype, self.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
+        return products.make_mma(self.qk_dtype, self.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
 
     def pv_mma(self) -> cute.TiledMma:
         """O += P V of one warpgroup, P from registers, V with its columns contiguous, of FP8 with its keys."""
@@ -423,7 +424,8 @@ class ForwardKernel(Setup, Producer, SoftmaxStep, Fp8, Epilogue):
             barriers.take_turn(me.group)
         if const_expr(self.spec.parts > 1 and not first):
             self.add_pv_in_parts(operands, state, loads, position - 1)
-        products.issue(self.qk_mma(), operands.scores, operands.q, k_tile, accumulate=False)
+        raw_scores = operands.int_scores if const_expr(self.spec.qk_dtype) else operands.scores
+        products.issue(self.qk_mma(), raw_scores, operands.q, k_tile, accumulate=False)
         if const_expr(self.spec.qv):
             v_keys = self.tile_at(operands.v_keys, position)
             products.issue(self.qk_mma(), operands.scores, operands.qv, v_keys, accumulate=True)
@@ -440,6 +442,8 @@ class ForwardKernel(Setup, Producer, SoftmaxStep, Fp8, Epilogue):
         if const_expr(self.spec.pingpong and self.spec.fp8):
             barriers.give_turn(me.group, self.groups)
         barriers.release(loads.k.empty, position, self.stages)
+        if const_expr(self.spec.qk_dtype):
+            products.to_float(operands.int_scores, operands.scores)
         moved = self.softmax_step(work, me, operands.scores, state, step, masked, factors, scale_log2, first)
 
         if const_expr(self.spec.fp8):

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from fa3.spec import PART_COLUMNS, WGMMA_ROWS, ForwardSpec
+from fa3.spec import WGMMA_ROWS, ForwardSpec
 
 from . import barriers, layout, products, scales, softmax
 from .work import Consumer, Loads, Operands, RowScales, Shared, Work
@@ -36,23 +36,29 @@ class Fp8:
 
     def part_mma(self) -> cute.TiledMma:
         """PV of a part of the columns."""
-        return products.make_mma(self.dtype, PART_COLUMNS, warpgroup.OperandSource.RMEM, OperandMajorMode.K)
+        return products.make_mma(self.dtype, self.spec.part_columns, warpgroup.OperandSource.RMEM, OperandMajorMode.K)
 
     def with_fp8_operands(self, operands: Operands, shared: Shared) -> Operands:
         """The operands and what FP8 needs beside them."""
         mma = self.sums_mma()
-        partial, v_parts = operands.output, ()
+        partial, v_parts, int_scores = operands.output, (), None
+        if self.spec.qk_dtype:
+            int_scores = cute.recast_tensor(operands.scores, Int32)
         if self.spec.parts > 1:
             part = self.part_mma()
             part_slice = part.get_slice(0)
-            tiler = (PART_COLUMNS, self.tile_n)
+            tiler = (self.spec.part_columns, self.tile_n)
             tiles = (cute.local_tile(shared.v, tiler, (c, 0, None)) for c in range(self.spec.parts))
             v_parts = tuple(part.make_fragment_B(part_slice.partition_B(tile)) for tile in tiles)
-            shape = part.partition_shape_C((WGMMA_ROWS, PART_COLUMNS))
+            shape = part.partition_shape_C((WGMMA_ROWS, self.spec.part_columns))
             partial = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(PARTS_IN_FLIGHT))
+            if self.spec.part_columns == self.tile_n:
+                # Scores are done with by then.
+                partial = (cute.make_tensor(operands.scores.iterator, cute.make_layout(shape)), *partial[1:])
         elif self.spec.promote:
             partial = cute.make_rmem_tensor(operands.output.layout, Float32)
         return operands._replace(
+            int_scores=int_scores,
             partial=partial,
             v_parts=v_parts,
             next_p=layout.make_probability_operand(self.tile_n, self.dtype),

@@ -62,6 +62,7 @@ class Setup:
 
     spec: ForwardSpec
     dtype: type[cutlass.Numeric]
+    qk_dtype: type[cutlass.Numeric]
     out_dtype: type[cutlass.Numeric]
     v_major: OperandMajorMode
     transposes: bool
@@ -92,8 +93,8 @@ class Setup:
         if self.spec.fp8:
             ones = copies.shared_layout(self.dtype, (products.SUM_COLUMNS, FP8_KEYS, 1), rows_major)
         return Layouts(
-            copies.shared_layout(self.dtype, q_shape, rows_major, q_pitch),
-            copies.shared_layout(self.dtype, (self.tile_n, self.head_dim, self.stages), rows_major),
+            copies.shared_layout(self.qk_dtype, q_shape, rows_major, q_pitch),
+            copies.shared_layout(self.qk_dtype, (self.tile_n, self.head_dim, self.stages), rows_major),
             copies.shared_layout(self.dtype, (self.head_dim_v, self.tile_n, self.stages), self.v_major),
             copies.shared_layout(self.out_dtype, out_shape, rows_major, out_pitch),
             qv,
@@ -130,8 +131,8 @@ class Setup:
         if qv is not None:
             qv_descriptor = Descriptor(*copies.make_tma(load, self.view_of(self.dtype, qv, queries), layouts.qv))
         return Descriptors(
-            Descriptor(*copies.make_tma(load, self.view_of(self.dtype, q, queries), layouts.q)),
-            Descriptor(*copies.make_tma(load, self.view_of(self.dtype, k, keys), layouts.k)),
+            Descriptor(*copies.make_tma(load, self.view_of(self.qk_dtype, q, queries), layouts.q)),
+            Descriptor(*copies.make_tma(load, self.view_of(self.qk_dtype, k, keys), layouts.k)),
             Descriptor(*copies.make_tma(load, v_view, layouts.v_rows if self.transposes else layouts.v)),
             Descriptor(*copies.make_tma(store, self.view_of(self.out_dtype, out, queries), layouts.out)),
             qv_descriptor,
@@ -196,8 +197,8 @@ class Setup:
             tile_full: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_empty: cute.struct.MemRange[Int64, tiles.SLOTS]
             tile_slots: cute.struct.MemRange[Int32, 3 * tiles.SLOTS]
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, q_elements], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.k)], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[self.qk_dtype, q_elements], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[self.qk_dtype, cute.cosize(layouts.k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.v)], 1024]
             ones: cute.struct.Align[cute.struct.MemRange[self.dtype, ones_elements], 1024]
             v_rows: cute.struct.Align[cute.struct.MemRange[self.dtype, v_rows_elements], 1024]

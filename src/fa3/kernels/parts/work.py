@@ -150,6 +150,8 @@ class Operands(NamedTuple):
     scores: cute.Tensor
     output: cute.Tensor
     # Of FP8:
+    #: The products of q and k in int8, which become the scores.
+    int_scores: cute.Tensor | None = None
     #: What the PV products add up to: the output, or a part of it that is added to it in float32 now and then.
     partial: cute.Tensor | None = None
     #: V in parts of its columns, if the products take it so.
