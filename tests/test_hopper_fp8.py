@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from fa3.backends import hopper
 from fa3.options import Fp8, Options
 from fa3.plan import H200, kernel_of
 from fa3.problem import check_forward
+from fa3.spec import TransposeSpec
 from recorder import OF_ONE_CALL, strides_of
 
 E4M3 = torch.float8_e4m3fn
@@ -101,6 +103,33 @@ def test_scales_of_blocks_come_with_the_largest_and_the_rows_of_a_block_of_queri
                 for number in place_of(scale, *strides)]  # fmt: skip
     assert kernel.last["extras"] == (*expected, 64, 1)
     assert kernel.last["spec"].key_block == 128
+
+
+def test_a_pass_transposes_v_of_wide_heads_before_and_attention_reads_what_it_wrote(kernel, monkeypatch):
+    passes = []
+
+    def load(spec):
+        if isinstance(spec, TransposeSpec):
+            return lambda *arguments: passes.append(arguments)
+        return recorder.Recorder.load(kernel, spec)
+
+    monkeypatch.setattr(kernel, "load", load)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    q, k, v = (torch.empty(2, 2050, 8, 264, dtype=E4M3)[..., :256] for _ in range(3))
+    forward(q, k, v, fp8=head_scales(q_scale=None, k_scale=None, v_scale=torch.rand(2, 8)))
+    ((read, written, _, *sizes, strides),) = passes
+    assert read % 16 == 0
+    assert (sizes, kernel.last["v"]) == ([2, 2050, 8, 256], written)
+    # 264 bytes a row are no multiple of 16: a copy was read.
+    assert strides == (2050 * 8 * 256, 8 * 256, 256)
+    # (batch, column, head) of V^T, with 2064 slots.
+    assert strides_of(kernel.last, "v") == (8 * 256 * 2064, 2064, 256 * 2064)
+    assert kernel.last["extras"][8:12] == (*kernel.last["extras"][8:9], 8, 1, 0)
+    assert not kernel.last["spec"].transpose_stages
+    # A call of the same kind is remembered.
+    planned = len(kernel.specs)
+    forward(q, k, v, fp8=head_scales(q_scale=None, k_scale=None, v_scale=torch.rand(2, 8)))
+    assert (len(passes), len(kernel.specs)) == (2, planned)
 
 
 def test_scales_come_behind_all_other_extra_arguments(kernel):

@@ -21,12 +21,13 @@ from fa3.plan import (
     order_of,
     plan,
     tensor_flops_per_clock,
+    transposes_before,
     usual_tiles,
     why_not,
 )
 from fa3.problem import Problem
 from fa3.quantization import default_block
-from fa3.spec import BLOCK, FP8_CLASSES
+from fa3.spec import BLOCK, FP8_CLASSES, TransposeSpec
 from problems import problem_of
 
 MOD = {"score_mod": "one:score", "score_aux": "f1"}
@@ -217,12 +218,62 @@ def test_twice_the_flops_of_a_clock_leave_less_time_to_read_keys_again():
     assert order_of(problem, spec, H200).levels == order_of(wide, spec, H200).levels
 
 
+# A pass that transposes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "passes"),
+    [
+        ({}, True),
+        ({"head_dim": 208, "head_dim_v": 208}, True),
+        ({"key_block": 128}, True),
+        ({"causal": True}, True),
+        ({"seqlen_q": 1500}, False),
+        ({"causal": True, "seqlen_q": 3000, "seqlen_k": 3000}, False),
+        ({"window_left": 1000}, False),
+        ({"seqlen_q": 600, "heads_q": 32, "heads_kv": 8}, True),
+        ({"v_transposed": True}, False),
+        ({"head_dim": 192, "head_dim_v": 192}, False),
+        ({"softcap": 10.0}, False),
+        (MOD, False),
+        ({"batch": 1, "heads_q": 1, "heads_kv": 1, "seqlen_k": 2048, "seqlen_q": 2048}, False),
+        ({"batch": 70_000, "seqlen_k": 2048, "seqlen_q": 2048}, False),
+        ({"seqlen_k": 0}, False),
+    ],
+    ids=str,
+)
+def test_v_of_wide_heads_is_transposed_before_where_many_queries_see_each_key(changes, passes):
+    sizes = {"batch": 4, "seqlen_q": 4096, "seqlen_k": 4096, "heads_q": 8, "heads_kv": 8}
+    problem = fp8_problem(**{**sizes, "head_dim": 256, "head_dim_v": 256, **changes})
+    assert transposes_before(problem) is passes
+    planned = plan(problem, H200)
+    assert planned.transpose == (TransposeSpec() if passes else None)
+    if passes:
+        after = plan(replace(problem, v_transposed=True), H200)
+        assert (planned.spec, planned.order) == (after.spec, after.order)
+        assert "a pass of its own transposes it" in planned.reasons[0]
+    else:
+        assert problem.v_transposed != bool(planned.spec.transpose_stages)
+
+
+def test_sixteen_bits_need_no_transposition():
+    assert not transposes_before(problem_of(head_dim=256, head_dim_v=256, seqlen_q=8192, seqlen_k=8192))
+
+
+@pytest.mark.parametrize(("kind", "turns"), [((64, 64), False), ((128, 128), True), ((256, 256), False)], ids=str)
+def test_warpgroups_take_turns_where_that_is_faster(kind, turns):
+    usual, added = (fp8_rows(kind, "full", False, 0, True, add)[-1][1] for add in (False, True))
+    assert make_spec("e4m3", kind, "full", usual).pingpong is turns
+    assert make_spec("e4m3", kind, "full", added).pingpong is (turns or kind[1] > 128)
+    assert not make_spec("e4m3", kind, "window", usual).pingpong
+
+
 # What ships -------------------------------------------------------------------------------------------------------
 
 
 def test_shipped_kernels_are_few_and_valid_and_what_plans_ask_for():
     specs = list(fp8_specs())
-    assert len(specs) == len(set(specs)) <= 68
+    assert len(specs) == len(set(specs)) <= 82
     for spec in specs:
         spec.validate()
         assert spec.out_dtype == "bf16"

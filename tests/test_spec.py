@@ -12,7 +12,7 @@ import pytest
 from fa3.backward_spec import BACKWARD_CLASSES, BackwardSpec, FinishSpec, PrepareSpec
 from fa3.kernel_spec import spec_from_dict
 from fa3.presets import PRESETS, shipped_specs
-from fa3.spec import MASKS, SHARED_MEMORY_PER_BLOCK, TILE_CLASSES, ForwardSpec
+from fa3.spec import MASKS, SHARED_MEMORY_PER_BLOCK, TILE_CLASSES, ForwardSpec, TransposeSpec
 
 SPEC = ForwardSpec(
     dtype="bf16",
@@ -176,7 +176,7 @@ def test_the_name_tells_specs_apart_by_every_field():
         "score_aux": "f1",
         "mask_aux": "f1",
     }
-    of_e4m3 = {"out_dtype": "fp16", "key_block": 128, "transpose_stages": 2, "promote": 4}
+    of_e4m3 = {"out_dtype": "fp16", "key_block": 128, "transpose_stages": 2, "promote": 4, "qk_dtype": "int8"}
     assert {*others, *of_e4m3} == {field.name for field in dataclasses.fields(ForwardSpec)}
     names = {modified.name, SPEC.name, *(replace(modified, **{field: value}).name for field, value in others.items())}
     assert len(names) == 2 + len(others)
@@ -252,8 +252,8 @@ def test_a_block_has_a_warpgroup_for_64_rows_and_one_more_to_load(tile_m, specia
 def test_every_shipped_spec_fits_in_the_shared_memory_of_a_block(preset):
     for spec in shipped_specs(preset):
         assert 0 <= spec.shared_bytes <= SHARED_MEMORY_PER_BLOCK, spec.name
-        # Only the pass before the main one of a backward has no tile.
-        assert (spec.shared_bytes == 0) == isinstance(spec, PrepareSpec)
+        # Only the passes before the main ones have no tile.
+        assert (spec.shared_bytes == 0) == isinstance(spec, PrepareSpec | TransposeSpec)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ import fa3
 from fa3 import mods
 from fa3.backends import hopper, hopper_backward
 from fa3.backward_spec import BackwardSpec
+from fa3.compiler.store import default_store
 from fa3.options import Options
 from fa3.presets import shipped_specs
-from fa3.spec import ForwardSpec
+from fa3.spec import ForwardSpec, TransposeSpec
 
 BATCH, HEADS, HEADS_KV = 1, 2, 1
 
@@ -113,6 +114,13 @@ def call_fp8(head_dim: int, block: tuple[int, int] | str | None, v_layout: str, 
         assert torch.isfinite(lse).all()
 
 
+def call_transposition() -> None:
+    """The pass that turns v of e4m3 to V^T; its bytes are numbers of no meaning."""
+    v = torch.randint(0, 127, (2, 203, 3, 240), device="cuda", dtype=torch.uint8).view(torch.float8_e4m3fn)
+    out = hopper._transposed(default_store().load(TransposeSpec()), v)
+    assert torch.isfinite(out.float()).all()
+
+
 def main() -> None:
     count = 0
     for spec in shipped_specs("backward"):
@@ -136,6 +144,8 @@ def main() -> None:
     for kind in FP8_KINDS:
         call_fp8(*kind)
         count += 2
+    call_transposition()
+    count += 1
     torch.cuda.synchronize()
     print(f"{count} calls")
 

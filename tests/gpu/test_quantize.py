@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from fa3 import quantization
-from fa3.backends import hopper_quantize
+from fa3.backends import hopper, hopper_quantize
+from fa3.compiler.store import default_store
 from fa3.errors import FA3Error
+from fa3.spec import TransposeSpec
 
 HEAD_DIMS = tuple(range(16, 257, 16))
 DTYPES = (torch.bfloat16, torch.float16)
@@ -140,6 +142,20 @@ def test_nothing_gives_nothing(rows):
         x = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
         assert_same(*both(x, rows=rows, rotate=True))
         assert_same(*both(x, rows=rows, transpose=True))
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "head_dim"), [(1, 256), (17, 16), (127, 208), (129, 64), (1000, 256), (2048, 144)], ids=str
+)
+def test_v_in_rows_is_transposed_byte_by_byte(seqlen, head_dim):
+    function = default_store().load(TransposeSpec())
+    bits = torch.randint(0, 256, (2, seqlen, 3, head_dim + 16), device="cuda", dtype=torch.uint8)
+    values = bits.view(quantization.E4M3)
+    # Contiguous, with gaps between the heads, and at an address that must be copied.
+    for v in (values[..., :head_dim].contiguous(), values[..., :head_dim], values[..., 1 : head_dim + 1]):
+        assert torch.equal(
+            hopper._transposed(function, v).view(torch.uint8), quantization.transposed(v).view(torch.uint8)
+        )
 
 
 def test_a_hundred_repeats_agree_bitwise():
