@@ -230,7 +230,7 @@ def test_twice_the_flops_of_a_clock_leave_less_time_to_read_keys_again():
         ({"causal": True}, True),
         ({"seqlen_q": 1500}, False),
         ({"causal": True, "seqlen_q": 3000, "seqlen_k": 3000}, False),
-        ({"window_left": 1000}, False),
+        ({"window_left": 1000, "window_right": 0}, False),
         ({"seqlen_q": 600, "heads_q": 32, "heads_kv": 8}, True),
         ({"v_transposed": True}, False),
         ({"head_dim": 192, "head_dim_v": 192}, False),
