@@ -23,7 +23,7 @@ def round_to_e4m3(values_address: Int64, out_address: Int64, count: Int32):
 
 @cute.jit
 def signs_of_columns(words_address: Int64, out_address: Int64, spec: cutlass.Constexpr):
-    """words (8,) -> out (2, head_dim): a row of ones with its signs, by `flip` and by `flip_pair`."""
+    """words (8,) -> out (2, head_dim): a row of ones with its signs, by `flip` and by `mask_of_pair`."""
     given = table(words_address, Int32, (8,))
     words = tuple(given[i] for i in range(8))
     out = table(out_address, Float32, (2, spec.head_dim))
@@ -35,7 +35,7 @@ def signs_of_columns(words_address: Int64, out_address: Int64, spec: cutlass.Con
                 out[0, first + column] = rotation.flip(Float32(1.0), signs, column)
             for index in cutlass.range_constexpr(spec.piece // 2):
                 pair = cute.make_rmem_tensor(2, Int32)
-                pair[0] = rotation.flip_pair(Int32(0x3F803F80), signs, index)
+                pair[0] = Int32(0x3F803F80) ^ rotation.mask_of_pair(signs, index)
                 both = cute.recast_tensor(pair, cutlass.BFloat16)
                 out[1, first + 2 * index] = Float32(both[0])
                 out[1, first + 2 * index + 1] = Float32(both[1])
@@ -87,7 +87,7 @@ class OnHost(QuantizeKernel):
         for index in cutlass.range(batch * row_blocks * call.heads, unroll=1):
             rest = index // call.heads
             row_block = rest % row_blocks
-            block = Block(rest // row_blocks, index % call.heads, row_block, row_block * self.spec.rows)
+            block = self.first_block(call, rest // row_blocks, index % call.heads, row_block)
             self.one_block(call, block, signs, scratch)
 
     @cute.jit
@@ -95,8 +95,16 @@ class OnHost(QuantizeKernel):
         shared = table(scratch, Float32, (2, self.spec.threads, self.values))
         for thread in cutlass.range(self.spec.threads, unroll=1):
             raw = cute.make_rmem_tensor((8, self.values // 8), self.dtype)
-            self.load(call, block, thread, raw)
-            self.keep(shared, 0, thread, self.first_values(call, block, thread, self.flips_of(signs, thread), raw))
+            raw.fill(0.0)
+            self.load(call, block, thread, call.seqlen, raw)
+            flips, angles, masks = self.flips_of(signs, thread), None, None
+            if const_expr(self.spec.rope):
+                angles = cute.make_rmem_tensor((4, self.angles // 4), Float32)
+                self.load_angles(call, block, thread, flips, angles)
+                if const_expr(self.spec.rotate):
+                    masks = cute.make_rmem_tensor((4, self.masks // 4), Int32)
+                    self.keep_masks(flips, masks)
+            self.keep(shared, 0, thread, self.first_values(raw, angles, masks, flips))
         if const_expr(self.spec.rotate):
             for stage in cutlass.range_constexpr(len(self.stages)):
                 for thread in cutlass.range(self.spec.threads, unroll=1):
@@ -108,11 +116,11 @@ class OnHost(QuantizeKernel):
             amax = cute.arch.fmax(amax, rotation.largest_finite(values))
             self.keep(shared, last, thread, values)
         if const_expr(self.spec.scales == "amax"):
-            of_head = self.amax_of_head(call, block)
+            of_head = self.float32(block.amax)
             of_head[0] = cute.arch.fmax(of_head[0], amax)
         else:
             if const_expr(self.spec.scales == "given"):
-                amax = self.amax_of_head(call, block)[0]
+                amax = self.float32(block.amax)[0]
             for thread in cutlass.range(self.spec.threads, unroll=1):
                 self.round_and_store(call, block, thread, self.kept(shared, last, thread), amax)
 

@@ -579,14 +579,21 @@ class QuantizeSpec(_Spec):
     scales: str = "block"
     power_of_two: bool = False
 
-    #: Dynamic shared memory: the largest values of warps.
-    shared_bytes = 4 * WARP_VALUES
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: the largest values of warps; with ``rope`` cos, sin and signs of each thread's pairs."""
+        if not self.rope:
+            return 4 * WARP_VALUES
+        signs = self.held // (2 if self.interleaved else 4) if self.rotate else 0
+        return 4 * (WARP_VALUES + self.threads * (self.units * self.held + signs))
 
     @property
     def held(self) -> int:
         """Elements of a unit, the work of a thread at a time: of a row, or with ``transpose`` 4 keys of 8 columns."""
         if self.transpose:
             return 32
+        import os
+        if os.environ.get("FA3_Q_HELD") and self.head_dim==256: return int(os.environ["FA3_Q_HELD"])
         return 64 if self.head_dim in (192, 256) else 32 if self.head_dim % 32 == 0 else 16
 
     @property
@@ -596,7 +603,8 @@ class QuantizeSpec(_Spec):
         16 bytes of e4m3; or 8 where the transform cuts finer, and of wide rows with an embedding, whose cosines and
         sines then lie closer together for the threads of a warp. Of 192 columns the transform wants 16.
         """
-        if self.transpose or (self.rope and self.head_dim in (128, 256)):
+        import os
+        if self.transpose or (self.rope and self.head_dim in (128, 256) and not os.environ.get("FA3_Q_PIECE16")):
             return 8
         return 8 if self.head_dim % 64 and self.head_dim != 32 else 16
 
@@ -623,7 +631,7 @@ class QuantizeSpec(_Spec):
         threads.
         """
         units = self.rows * self.head_dim // self.held
-        few = self.held <= 32 and (self.transpose or self.head_dim < 128)
+        few = self.held <= 32 and (self.transpose or (self.head_dim < 128 and not self.rope))
         return 2 if units > 1024 or (few and units % 64 == 0) else 1
 
     @property

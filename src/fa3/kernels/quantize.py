@@ -51,6 +51,8 @@ def _blocks_per_sm(warps: int, registers: int) -> int:
         blocks += 1
     return blocks
 
+import os
+IN_REGISTERS = os.environ.get("FA3_Q_COEF") == "regs"
 
 class Call(NamedTuple):
     """What the arguments of a launch are, as `QuantizeKernel.__call__` has them."""
@@ -71,12 +73,21 @@ class Call(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Which rows of which head a thread block has in hand."""
+    """Which rows of which head a thread block has in hand, and the addresses of what belongs to that head.
 
-    batch_index: Int32
-    head: Int32
+    ``x``, ``out`` and ``amax`` are those of all its rows, ``scale`` that of this block's scale.
+    """
+
     row_block: Int32
     first_row: Int32
+    x: Int64
+    out: Int64
+    amax: Int64
+    scale: Int64
+
+    def next(self, steps: Block) -> Block:
+        """That of the next head: so many bytes further."""
+        return Block(*(mine + step for mine, step in zip(self, steps, strict=True)))
 
 
 class QuantizeKernel:
@@ -91,7 +102,10 @@ class QuantizeKernel:
         #: twice as many, and with those of two rows more than that.
         registers = self.values + 16 + (8 if spec.dtype == "fp16" and spec.rotate else 0)
         if spec.rope:
-            registers = 168 if spec.units == 2 else 128 if self.values > 32 else 80
+            registers = int(os.environ.get("FA3_Q_REGS", 0)) or (128 if self.values > 32 else 80)
+        #: Of a thread: cosines and sines, and masks of signs.
+        self.angles = self.values if spec.rope else 0
+        self.masks = spec.held // (2 if spec.interleaved else 4) if spec.rope and spec.rotate else 0
         self.blocks_per_sm = _blocks_per_sm(spec.threads // 32, registers)
         #: How much of the memory that L1 and shared memory are made of they need for it, in percent, with what CUDA
         #: keeps of each block's; the rest is for L1, which brings cos and sin to one head after the other.
@@ -99,6 +113,8 @@ class QuantizeKernel:
         self.carveout = min(100, -(-100 * shared // SHARED_MEMORY_PER_BLOCK))
         #: Pieces of a unit: runs of columns, or with ``transpose`` 8 columns of each of 4 keys.
         self.pieces = spec.held // spec.piece
+        #: Cosines of a piece, or of two that are embedded together.
+        self.angles_of_piece = spec.piece // 2 if spec.interleaved else spec.piece
         #: Pieces that are embedded together.
         self.together = 2 if spec.rope and not spec.interleaved else 1
         #: How the lanes of a warp share 4-key words and pieces of V^T: 32 bytes of a row, or more, are next to each
@@ -181,64 +197,112 @@ class QuantizeKernel:
         @cute.struct
         class SharedStorage:
             of_warps: cute.struct.MemRange[Int32, WARP_VALUES]
+            angles: cute.struct.Align[cute.struct.MemRange[Float32, self.spec.threads * self.angles], 16]
+            masks: cute.struct.Align[cute.struct.MemRange[Int32, self.spec.threads * self.masks], 16]
 
         storage = cutlass.utils.SmemAllocator().allocate(SharedStorage)
         of_warps = storage.of_warps.get_tensor(cute.make_layout((32, 2)))
         raw = cute.make_rmem_tensor((VECTOR, self.values // VECTOR), self.dtype)
+        # Loads write no rows that there are not.
+        raw.fill(0.0)
         first_row = row_block * self.spec.rows
         flips = self.flips_of(signs, thread)
         if const_expr(self.spec.rope):
             first_head = group * heads_per_block
-            end = cutlass.min(first_head + heads_per_block, call.heads)
-            for head in cutlass.range(first_head, end, unroll=1):
-                block = Block(batch_index, head, row_block, first_row)
-                # The shift gives 0. The compiler does not know, and so works out columns of signs and addresses in the
-                # loop; before it, they would take more registers than there are.
-                me = thread ^ (head >> 31)
-                flips_here = [signs_of_piece ^ (head >> 31) for signs_of_piece in flips]
-                self.load(call, block, me, raw)
-                self.quantize(call, block, me, flips_here, raw, of_warps, head % 2)
+            heads = cutlass.min(call.heads - first_head, heads_per_block)
+            block = self.first_block(call, batch_index, first_head, row_block)
+            steps = self.steps(call)
+            self.load(call, block, thread, call.seqlen, raw)
+            if const_expr(IN_REGISTERS):
+                angles = cute.make_rmem_tensor((4, self.angles // 4), Float32)
+                masks = cute.make_rmem_tensor((4, self.masks // 4), Int32)
+            else:
+                angles = self.of_thread(storage.angles, self.angles, thread)
+                masks = self.of_thread(storage.masks, self.masks, thread)
+            self.load_angles(call, block, thread, flips, angles)
+            self.keep_masks(flips, masks)
+            for head in cutlass.range(heads, unroll=1):
+                values = self.first_values(raw, angles, masks, flips)
+                following = block.next(steps)
+                # Of the head after the last nothing is read.
+                self.load(call, following, thread, call.seqlen if head + 1 < heads else 0, raw)
+                self.quantize(call, block, thread, values, of_warps, head & 1)
+                block = following
         else:
-            block = Block(batch_index, group, row_block, first_row)
-            self.load(call, block, thread, raw)
-            self.quantize(call, block, thread, flips, raw, of_warps, 0)
+            block = self.first_block(call, batch_index, group, row_block)
+            self.load(call, block, thread, call.seqlen, raw)
+            self.quantize(call, block, thread, self.first_values(raw, None, None, flips), of_warps, 0)
 
     @cute.jit
     def quantize(
-        self,
-        call: Call,
-        block: Block,
-        thread: Int32,
-        flips: list,
-        raw: cute.Tensor,
-        of_warps: cute.Tensor,
-        buffer: Int32,
+        self, call: Call, block: Block, thread: Int32, values: cute.Tensor, of_warps: cute.Tensor, buffer: Int32
     ):
         """One block of rows of one head."""
-        values = self.first_values(call, block, thread, flips, raw)
         if const_expr(self.spec.rotate):
             rotation.hadamard(values, thread, self.stages)
         # With a given amax too: infinities become NaN.
         amax = rotation.largest_finite(values)
         if const_expr(self.spec.scales == "given"):
-            amax = self.amax_of_head(call, block)[0]
+            amax = self.float32(block.amax)[0]
         else:
             amax = self.largest_of_block(amax, thread, of_warps, buffer)
         if const_expr(self.spec.scales == "amax"):
             if thread == 0:
                 # Bits of floats that are not negative are in their order.
-                of_head = cute.recast_tensor(self.amax_of_head(call, block), Int32)
+                of_head = cute.recast_tensor(self.float32(block.amax), Int32)
                 cute.arch.atomic_max(of_head.iterator, amax.bitcast(Int32), sem="relaxed", scope="gpu")
         else:
             self.round_and_store(call, block, thread, values, amax)
 
+    def of_thread(self, table: Any, count: int, thread: Int32) -> cute.Tensor | None:
+        """The thread's own words in shared memory, (4, count / 4): neighbours read 16 bytes next to each other."""
+        if count == 0:
+            return None
+        threads = self.spec.threads
+        return table.get_tensor(cute.make_layout((4, count // 4, threads), stride=(1, 4 * threads, 4)))[None, None, thread]
+
+    # Values ---------------------------------------------------------------------------------------------------------
+
     def flips_of(self, signs: tuple, thread: Int32) -> list:
-        """The signs of each piece of the thread's rows, if there are any."""
-        across, count = self.spec.across, self.pieces if self.spec.rotate else 0
-        return [rotation.signs_of_piece(signs, i, thread % across, across, self.spec.piece) for i in range(count)]
+        """The signs of each piece of the thread's rows; without ``rotate`` none."""
+        if not self.spec.rotate:
+            return [None] * self.pieces
+        across = self.spec.across
+        return [rotation.signs_of_piece(signs, i, thread % across, across, self.spec.piece) for i in range(self.pieces)]
 
     @cute.jit
-    def first_values(self, call: Call, block: Block, thread: Int32, flips: list, raw: cute.Tensor) -> cute.Tensor:
+    def keep_masks(self, flips: list, masks: cute.Tensor):
+        """Signs that `load_angles` leaves to the elements themselves, as `rotation.mask_of_pair` of each pair of them.
+
+        With s and t the signs of a pair, ``s (x cos - y sin) = x (s cos) - (s t y) (t sin)`` and
+        ``t (y cos + x sin) = (s t y) (s cos) + x (t sin)``: only y changes its sign, where s and t differ.
+        """
+        if const_expr(self.spec.rotate):
+            flips = flips if self.spec.interleaved else [a ^ b for a, b in zip(flips, flips[self.pieces // 2 :])]
+            flips = [rotation.second_of_pairs(signs) for signs in flips] if self.spec.interleaved else flips
+            words = self.spec.piece // 2
+            for i in cutlass.range_constexpr(self.masks):
+                masks[i % 4, i // 4] = rotation.mask_of_pair(flips[i // words], i % words)
+
+    def masks_of_piece(self, piece: int, masks: cute.Tensor | None, flips: list | None) -> list | None:
+        """What changes the signs of the elements of a piece, two by two, if anything does."""
+        index, words = piece % self.pieces, self.spec.piece // 2
+        if not self.spec.rotate:
+            return None
+        if masks is None:
+            return [rotation.mask_of_pair(flips[index], i) for i in range(words)]
+        index -= self.pieces - 2 * self.masks // self.spec.piece
+        if index < 0:
+            return None
+        found = cute.make_rmem_tensor((4, words // 4), Int32)
+        for n in range(words // 4):
+            cute.autovec_copy(masks[None, index * words // 4 + n], found[None, n])
+        return [found[i % 4, i // 4] for i in range(words)]
+
+    @cute.jit
+    def first_values(
+        self, raw: cute.Tensor, angles: cute.Tensor | None, masks: cute.Tensor | None, flips: list | None
+    ) -> cute.Tensor:
         """The thread's values in float32, embedded, with their signs, and transformed inside each piece.
 
         Piece by piece, or with an embedding that pairs halves of a row two by two, so that few angles wait for their
@@ -251,34 +315,31 @@ class QuantizeKernel:
                 first = unit * self.pieces + i
                 pieces = [first + n * self.pieces // 2 for n in range(self.together)]
                 for piece in pieces:
-                    self.unpack(raw, values, piece, flips[piece % self.pieces] if spec.rotate else None)
+                    self.unpack(raw, values, piece, self.masks_of_piece(piece, masks, flips))
                 if const_expr(spec.rope):
-                    self.embed(call, block, thread, values, unit, i)
+                    self.embed(values, angles, unit, i)
                 for piece in pieces:
                     if const_expr(spec.rotate):
-                        self.begin_transform(values, piece, flips[piece % self.pieces])
+                        self.begin_transform(values, piece)
         return values
 
     @cute.jit
-    def unpack(self, raw: cute.Tensor, values: cute.Tensor, piece: cutlass.Constexpr, flips: Int32 | None):
-        """The elements of a piece in float32; without ``rope`` with their signs, if they get any."""
+    def unpack(self, raw: cute.Tensor, values: cute.Tensor, piece: cutlass.Constexpr, masks: list | None):
+        """The elements of a piece in float32, with these signs."""
         pairs = cute.make_tensor(cute.recast_ptr(raw.iterator, dtype=Int32), cute.make_layout(self.values // 2))
         first = piece * self.spec.piece // 2
         for i in cutlass.range_constexpr(self.spec.piece // 2):
             pair = pairs[first + i]
-            if const_expr(self.spec.rotate and not self.spec.rope):
-                pair = rotation.flip_pair(pair, flips, i)
+            if const_expr(masks is not None):
+                pair = pair ^ masks[i]
             for half in cutlass.range_constexpr(2):
                 values[2 * (first + i) + half] = ptx.unpack(pair, half, self.dtype)
 
     @cute.jit
-    def begin_transform(self, values: cute.Tensor, piece: cutlass.Constexpr, flips: Int32):
-        """The stages of the transform inside a piece; before them, with ``rope``, the signs."""
+    def begin_transform(self, values: cute.Tensor, piece: cutlass.Constexpr):
+        """The stages of the transform inside a piece."""
         size = self.spec.piece
         of_piece = cute.make_tensor(values.iterator + piece * size, cute.make_layout(size))
-        if const_expr(self.spec.rope):
-            for i in cutlass.range_constexpr(size):
-                of_piece[i] = rotation.flip(of_piece[i], flips, i)
         for bit in cutlass.range_constexpr(size.bit_length() - 1):
             rotation.butterflies(of_piece, 1 << bit)
 
@@ -318,81 +379,124 @@ class QuantizeKernel:
             return 0
         return thread // self.spec.working_threads * FAR
 
-    def float32(self, address: Int64, place: Int64) -> cute.Tensor:
+    def float32(self, address: Int64) -> cute.Tensor:
         """One float32 in global memory."""
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
-        return cute.make_tensor(pointer + place, cute.make_layout(1))
+        return cute.make_tensor(pointer, cute.make_layout(1))
 
-    def amax_of_head(self, call: Call, block: Block) -> cute.Tensor:
-        """Where the amax of a head is found in two passes."""
-        batch_stride, head_stride = call.amax_strides
-        return self.float32(call.amax, Int64(block.batch_index) * batch_stride + Int64(block.head) * head_stride)
+    def first_block(self, call: Call, batch_index: Int32, head: Int32, row_block: Int32) -> Block:
+        """A block of rows of a head."""
+        steps = self.steps(call)
+        x_stride, out_stride, amax_stride = call.x_strides[0], call.out_strides[0], call.amax_strides[0]
+        return Block(
+            row_block,
+            row_block * self.spec.rows,
+            call.x + self.dtype.width // 8 * x_stride * batch_index + steps.x * head,
+            call.out + out_stride * batch_index + steps.out * head,
+            call.amax + 4 * amax_stride * batch_index + steps.amax * head,
+            call.scale + steps.scale * (Int64(batch_index) * call.heads + head) + 4 * self.scale_of(row_block),
+        )
+
+    def scale_of(self, row_block: Int32) -> Int32 | int:
+        """Which of its head's scales is that of a block of rows."""
+        return row_block if self.spec.scales == "block" else 0
+
+    def steps(self, call: Call) -> Block:
+        """Bytes from one head to the next."""
+        scales = (call.seqlen + self.spec.rows - 1) // self.spec.rows if self.spec.scales == "block" else 1
+        return Block(
+            Int32(0),
+            Int32(0),
+            self.dtype.width // 8 * call.x_strides[2],
+            call.out_strides[2],
+            4 * call.amax_strides[1],
+            Int64(4 * scales),
+        )
 
     # Loads ----------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def load(self, call: Call, block: Block, thread: Int32, target: cute.Tensor):
-        """Bring the thread's elements to registers, 8 at a time; 0 where there is no row."""
-        target.fill(0.0)
+    def load(self, call: Call, block: Block, thread: Int32, rows: Int32, target: cute.Tensor):
+        """Bring the thread's elements to registers, 8 at a time, of the first ``rows`` rows of the head."""
         # All loads are under way before the first value is used.
         for i in cutlass.range_constexpr(self.values // VECTOR):
             row, place = self.place_of(call, block, thread, i)
-            if row < call.seqlen:
-                pointer = cute.make_ptr(self.dtype, call.x, cute.AddressSpace.gmem, assumed_align=16)
+            if row < rows:
+                pointer = cute.make_ptr(self.dtype, block.x, cute.AddressSpace.gmem, assumed_align=16)
                 source = cute.make_tensor(pointer + cute.assume(place, divby=VECTOR), cute.make_layout(VECTOR))
                 cute.autovec_copy(source, target[None, i])
 
     def place_of(self, call: Call, block: Block, thread: Int32, index: int) -> tuple[Int32, Int64]:
-        """The row of the thread's 8 elements of a number, and where in x they begin."""
+        """The row of the thread's 8 elements of a number, and where in the head they begin."""
         spec = self.spec
-        batch_stride, row_stride, head_stride = call.x_strides
-        start = Int64(block.batch_index) * batch_stride + Int64(block.head) * head_stride
+        row_stride = call.x_strides[1]
         unit, index = divmod(index, spec.held // VECTOR)
         if spec.transpose:
             word, piece = self.slots_of(thread, unit)
             row = block.first_row + rotation.key_of_slots(word, index)
-            return row, start + Int64(row) * row_stride + VECTOR * piece
+            return row, Int64(row) * row_stride + VECTOR * piece
         row = block.first_row + self.row_of(thread, unit)
         piece, column = divmod(VECTOR * index, spec.piece)
         column += spec.piece * spec.across * piece
-        return row, start + Int64(row) * row_stride + spec.piece * (thread % spec.across) + column
+        return row, Int64(row) * row_stride + spec.piece * (thread % spec.across) + column
 
     @cute.jit
-    def embed(
-        self,
-        call: Call,
-        block: Block,
-        thread: Int32,
-        values: cute.Tensor,
-        unit: cutlass.Constexpr,
-        index: cutlass.Constexpr,
-    ):
-        """Rotary embedding of one piece of a unit, or of that and its partner in the other half of the row."""
+    def load_angles(self, call: Call, block: Block, thread: Int32, flips: list, angles: cute.Tensor):
+        """Bring cos and sin of the thread's pairs, with signs of the elements in them; 0 where there is no row.
+
+        Args:
+            flips: as of `flips_of`.
+            angles: (4, values / 4), of the thread alone: for `embed` one piece's cos, its sin, the next one's cos ...
+        """
         spec = self.spec
-        angles = spec.piece // 2 if spec.interleaved else spec.piece
-        row = block.first_row + self.row_of(thread, unit)
-        if row < call.seqlen:
+        count, groups = self.angles_of_piece, self.pieces // self.together
+        for unit in cutlass.range_constexpr(spec.units):
+            row = block.first_row + self.row_of(thread, unit)
             place = Int64(call.first_position + row) * (spec.head_dim // 2)
-            place = place + angles * (thread % spec.across + spec.across * index)
-            cos, sin = self.load_angles(call.cos, place, angles), self.load_angles(call.sin, place, angles)
-            first = unit * spec.held + spec.piece * index
-            if const_expr(spec.interleaved):
-                rotation.rotate_pairs(values, first, 1, 2, cos, sin)
-            else:
-                rotation.rotate_pairs(values, first, spec.held // 2, 1, cos, sin)
+            for i in cutlass.range_constexpr(groups):
+                at = place + count * (thread % spec.across + spec.across * i)
+                for table in cutlass.range_constexpr(2):
+                    found = cute.make_rmem_tensor(count, Float32)
+                    found.fill(0.0)
+                    if row < call.seqlen:
+                        self.load_table((call.cos, call.sin)[table], at, found)
+                    for n in cutlass.range_constexpr(count):
+                        angle = found[n]
+                        if const_expr(spec.rotate):
+                            if const_expr(spec.interleaved):
+                                angle = rotation.flip(angle, flips[i], 2 * n + table)
+                            else:
+                                angle = rotation.flip(angle, flips[i + table * groups], n)
+                        angles[n % 4, ((unit * groups + i) * 2 + table) * count // 4 + n // 4] = angle
 
     @cute.jit
-    def load_angles(self, address: Int64, place: Int64, count: cutlass.Constexpr) -> cute.Tensor:
-        """``count`` cosines or sines in float32."""
+    def load_table(self, address: Int64, place: Int64, target: cute.Tensor):
+        """As many cosines or sines as ``target`` has, in float32."""
+        count = cute.size(target)
         dtype = Float32 if self.spec.rope == "fp32" else self.dtype
         pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=min(count * dtype.width // 8, 16))
         source = cute.make_tensor(pointer + cute.assume(place, divby=count), cute.make_layout(count))
         raw = cute.make_rmem_tensor(count, dtype)
         cute.autovec_copy(source, raw)
-        angles = cute.make_rmem_tensor(count, Float32)
         for i in cutlass.range_constexpr(count):
-            angles[i] = Float32(raw[i])
-        return angles
+            target[i] = Float32(raw[i])
+
+    @cute.jit
+    def embed(self, values: cute.Tensor, angles: cute.Tensor, unit: cutlass.Constexpr, index: cutlass.Constexpr):
+        """Rotary embedding of one piece of a unit, or of that and its partner in the other half of the row."""
+        spec = self.spec
+        count, groups = self.angles_of_piece, self.pieces // self.together
+        both = cute.make_rmem_tensor((4, count // 2), Float32)
+        start = (unit * groups + index) * count // 2
+        for n in cutlass.range_constexpr(count // 2):
+            cute.autovec_copy(angles[None, start + n], both[None, n])
+        cos = cute.make_tensor(both.iterator, cute.make_layout(count))
+        sin = cute.make_tensor(both.iterator + count, cute.make_layout(count))
+        first = unit * spec.held + spec.piece * index
+        if const_expr(spec.interleaved):
+            rotation.rotate_pairs(values, first, 1, 2, cos, sin)
+        else:
+            rotation.rotate_pairs(values, first, spec.held // 2, 1, cos, sin)
 
     # Scales ---------------------------------------------------------------------------------------------------------
 
@@ -419,16 +523,9 @@ class QuantizeKernel:
     @cute.jit
     def store_scale(self, call: Call, block: Block, thread: Int32, amax: Float32):
         """Write the scale: of a head one block does it."""
-        head_index = Int64(block.batch_index) * call.heads + block.head
-        if const_expr(self.spec.scales == "block"):
-            if thread == 0:
-                row_blocks = (call.seqlen + self.spec.rows - 1) // self.spec.rows
-                target = self.float32(call.scale, head_index * row_blocks + block.row_block)
-                target[0] = amax * call.scale_factor
-        else:
-            if thread == 0 and block.row_block == 0:
-                target = self.float32(call.scale, head_index)
-                target[0] = amax * call.scale_factor
+        if thread == 0 and block.row_block * Int32(self.spec.scales != "block") == 0:
+            target = self.float32(block.scale)
+            target[0] = amax * call.scale_factor
 
     # Stores ---------------------------------------------------------------------------------------------------------
 
@@ -436,15 +533,14 @@ class QuantizeKernel:
     def store(self, call: Call, block: Block, thread: Int32, values: cute.Tensor):
         """Round the thread's values and write them as rows."""
         spec = self.spec
-        batch_stride, row_stride, head_stride = call.out_strides
-        start = Int64(block.batch_index) * batch_stride + Int64(block.head) * head_stride
+        row_stride = call.out_strides[1]
         for unit in cutlass.range_constexpr(spec.units):
             words = cute.make_rmem_tensor(spec.held // 4, Int32)
             for i in cutlass.range_constexpr(spec.held // 4):
                 words[i] = ptx.pack_four(*(values[unit * spec.held + 4 * i + n] for n in range(4)))
             row = block.first_row + self.row_of(thread, unit)
             if row < call.seqlen:
-                address = call.out + start + Int64(row) * row_stride + spec.piece * (thread % spec.across)
+                address = block.out + Int64(row) * row_stride + spec.piece * (thread % spec.across)
                 for i in cutlass.range_constexpr(self.pieces):
                     self.store_words(
                         address + spec.piece * spec.across * i, words, spec.piece // 4 * i, spec.piece // 4
@@ -457,12 +553,11 @@ class QuantizeKernel:
         Groups of 16 keys are written whole, with zeros for keys behind the last.
         """
         spec = self.spec
-        batch_stride, column_stride, head_stride = call.out_strides
-        start = Int64(block.batch_index) * batch_stride + Int64(block.head) * head_stride + block.first_row
+        column_stride = call.out_strides[1]
         for unit in cutlass.range_constexpr(spec.units):
             word, piece = self.slots_of(thread, unit)
             if block.first_row + 16 * (word // 4) < call.seqlen:
-                address = call.out + start + Int64(VECTOR * piece) * column_stride + 4 * word
+                address = block.out + block.first_row + Int64(VECTOR * piece) * column_stride + 4 * word
                 for column in cutlass.range_constexpr(VECTOR):
                     words = cute.make_rmem_tensor(1, Int32)
                     words[0] = ptx.pack_four(*(values[unit * spec.held + VECTOR * n + column] for n in range(4)))
