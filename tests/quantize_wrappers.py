@@ -99,11 +99,10 @@ class OnHost(QuantizeKernel):
             self.load(call, block, thread, call.seqlen, raw)
             flips, angles, masks = self.flips_of(signs, thread), None, None
             if const_expr(self.spec.rope):
-                angles = cute.make_rmem_tensor((4, self.angles // 4), Float32)
-                self.load_angles(call, block, thread, flips, angles)
+                angles = cute.make_rmem_tensor((4, self.angles.words // 4), Float32)
                 if const_expr(self.spec.rotate):
-                    masks = cute.make_rmem_tensor((4, self.masks // 4), Int32)
-                    self.keep_masks(flips, masks)
+                    masks = cute.make_rmem_tensor((4, self.angles.mask_words // 4), Int32)
+                self.load_angles(call, block, thread, flips, angles, masks)
             self.keep(shared, 0, thread, self.first_values(raw, angles, masks, flips))
         if const_expr(self.spec.rotate):
             for stage in cutlass.range_constexpr(len(self.stages)):

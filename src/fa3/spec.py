@@ -581,30 +581,32 @@ class QuantizeSpec(_Spec):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: the largest values of warps; with ``rope`` cos, sin and signs of each thread's pairs."""
-        if not self.rope:
-            return 4 * WARP_VALUES
-        signs = self.held // (2 if self.interleaved else 4) if self.rotate else 0
-        return 4 * (WARP_VALUES + self.threads * (self.units * self.held + signs))
+        """Dynamic shared memory: the largest values of warps; with ``rope`` each thread's cos, sin and signs."""
+        of_thread = self.units * self.held + self.signs_kept if self.rope else 0
+        return 4 * (WARP_VALUES + self.threads * of_thread)
+
+    @property
+    def signs_kept(self) -> int:
+        """Words of signs that a thread keeps beside its cos and sin: of two elements of a unit each, of every other."""
+        if not self.rope or not self.rotate:
+            return 0
+        return self.held // 2 if self.interleaved else self.held // 4
 
     @property
     def held(self) -> int:
         """Elements of a unit, the work of a thread at a time: of a row, or with ``transpose`` 4 keys of 8 columns."""
         if self.transpose:
             return 32
-        import os
-        if os.environ.get("FA3_Q_HELD") and self.head_dim==256: return int(os.environ["FA3_Q_HELD"])
         return 64 if self.head_dim in (192, 256) else 32 if self.head_dim % 32 == 0 else 16
 
     @property
     def piece(self) -> int:
         """Columns next to each other that a thread has.
 
-        16 bytes of e4m3; or 8 where the transform cuts finer, and of wide rows with an embedding, whose cosines and
-        sines then lie closer together for the threads of a warp. Of 192 columns the transform wants 16.
+        16 bytes of e4m3; or 8 where the transform cuts finer, and of wide rows with an embedding, whose elements, cosines
+        and sines then lie closer together for the threads of a warp. Of 192 columns the transform wants 16.
         """
-        import os
-        if self.transpose or (self.rope and self.head_dim in (128, 256) and not os.environ.get("FA3_Q_PIECE16")):
+        if self.transpose or (self.rope and self.head_dim in (128, 256)):
             return 8
         return 8 if self.head_dim % 64 and self.head_dim != 32 else 16
 
@@ -627,8 +629,8 @@ class QuantizeSpec(_Spec):
     def units(self) -> int:
         """Units of a thread.
 
-        Two of rows of less than 128 columns, or of V^T, where that leaves whole warps; or where one would be too many
-        threads.
+        Two of rows of less than 128 columns without an embedding, or of V^T, where that leaves whole warps; or where
+        one would be too many threads.
         """
         units = self.rows * self.head_dim // self.held
         few = self.held <= 32 and (self.transpose or (self.head_dim < 128 and not self.rope))

@@ -2,7 +2,8 @@
 
 `fa3.quantization` is the definition. It is bound by memory: 2 bytes are read and 1 written for each element, and all
 in between stays in float32 registers. A thread block has one block of rows of one head, or with a rotary embedding of
-several heads, one after the other, so that L1 keeps their cos and sin.
+several heads, one after the other: cos and sin of a thread's pairs, which are those of every head, wait in shared
+memory with the signs in them, and the elements of the next head are on their way while those of one are computed.
 
 One scale for a whole head takes two passes, since its amax must be known before the first element is rounded: the
 first only finds it, the second computes all again, which is cheaper than to store it.
@@ -22,6 +23,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from fa3.spec import SHARED_MEMORY_PER_BLOCK, WARP_VALUES, QuantizeSpec
 
 from .forward import DTYPES
+from .parts import angles as kept_angles
 from .parts import ptx, rotation
 from .parts.rows import VECTOR
 
@@ -51,8 +53,6 @@ def _blocks_per_sm(warps: int, registers: int) -> int:
         blocks += 1
     return blocks
 
-import os
-IN_REGISTERS = os.environ.get("FA3_Q_COEF") == "regs"
 
 class Call(NamedTuple):
     """What the arguments of a launch are, as `QuantizeKernel.__call__` has them."""
@@ -98,23 +98,19 @@ class QuantizeKernel:
         self.dtype = DTYPES[spec.dtype]
         self.values = spec.units * spec.held
         #: So many thread blocks share a multiprocessor: one computes while another waits for its values, or for its
-        #: other threads. A thread holds its values and 16 registers more, and of fp16 a few on top; with cos and sin
-        #: twice as many, and with those of two rows more than that.
+        #: other threads. A thread holds its values and 16 registers more, and of fp16 a few on top; with an embedding
+        #: also the elements of the next head.
         registers = self.values + 16 + (8 if spec.dtype == "fp16" and spec.rotate else 0)
         if spec.rope:
-            registers = int(os.environ.get("FA3_Q_REGS", 0)) or (128 if self.values > 32 else 80)
-        #: Of a thread: cosines and sines, and masks of signs.
-        self.angles = self.values if spec.rope else 0
-        self.masks = spec.held // (2 if spec.interleaved else 4) if spec.rope and spec.rotate else 0
+            registers = 128 if self.values > 32 else 64 if spec.threads > 384 else 80
+        self.angles = kept_angles.Angles(spec, self.dtype)
         self.blocks_per_sm = _blocks_per_sm(spec.threads // 32, registers)
         #: How much of the memory that L1 and shared memory are made of they need for it, in percent, with what CUDA
-        #: keeps of each block's; the rest is for L1, which brings cos and sin to one head after the other.
+        #: keeps of each block's; the rest is for L1.
         shared = self.blocks_per_sm * (spec.shared_bytes + 1024)
         self.carveout = min(100, -(-100 * shared // SHARED_MEMORY_PER_BLOCK))
         #: Pieces of a unit: runs of columns, or with ``transpose`` 8 columns of each of 4 keys.
         self.pieces = spec.held // spec.piece
-        #: Cosines of a piece, or of two that are embedded together.
-        self.angles_of_piece = spec.piece // 2 if spec.interleaved else spec.piece
         #: Pieces that are embedded together.
         self.together = 2 if spec.rope and not spec.interleaved else 1
         #: How the lanes of a warp share 4-key words and pieces of V^T: 32 bytes of a row, or more, are next to each
@@ -197,15 +193,14 @@ class QuantizeKernel:
         @cute.struct
         class SharedStorage:
             of_warps: cute.struct.MemRange[Int32, WARP_VALUES]
-            angles: cute.struct.Align[cute.struct.MemRange[Float32, self.spec.threads * self.angles], 16]
-            masks: cute.struct.Align[cute.struct.MemRange[Int32, self.spec.threads * self.masks], 16]
+            angles: cute.struct.Align[cute.struct.MemRange[Float32, self.spec.threads * self.angles.words], 16]
+            masks: cute.struct.Align[cute.struct.MemRange[Int32, self.spec.threads * self.angles.mask_words], 16]
 
         storage = cutlass.utils.SmemAllocator().allocate(SharedStorage)
         of_warps = storage.of_warps.get_tensor(cute.make_layout((32, 2)))
         raw = cute.make_rmem_tensor((VECTOR, self.values // VECTOR), self.dtype)
         # Loads write no rows that there are not.
         raw.fill(0.0)
-        first_row = row_block * self.spec.rows
         flips = self.flips_of(signs, thread)
         if const_expr(self.spec.rope):
             first_head = group * heads_per_block
@@ -213,14 +208,9 @@ class QuantizeKernel:
             block = self.first_block(call, batch_index, first_head, row_block)
             steps = self.steps(call)
             self.load(call, block, thread, call.seqlen, raw)
-            if const_expr(IN_REGISTERS):
-                angles = cute.make_rmem_tensor((4, self.angles // 4), Float32)
-                masks = cute.make_rmem_tensor((4, self.masks // 4), Int32)
-            else:
-                angles = self.of_thread(storage.angles, self.angles, thread)
-                masks = self.of_thread(storage.masks, self.masks, thread)
-            self.load_angles(call, block, thread, flips, angles)
-            self.keep_masks(flips, masks)
+            angles = self.angles.of_thread(storage.angles, self.angles.words, thread)
+            masks = self.angles.of_thread(storage.masks, self.angles.mask_words, thread)
+            self.load_angles(call, block, thread, flips, angles, masks)
             for head in cutlass.range(heads, unroll=1):
                 values = self.first_values(raw, angles, masks, flips)
                 following = block.next(steps)
@@ -254,13 +244,6 @@ class QuantizeKernel:
         else:
             self.round_and_store(call, block, thread, values, amax)
 
-    def of_thread(self, table: Any, count: int, thread: Int32) -> cute.Tensor | None:
-        """The thread's own words in shared memory, (4, count / 4): neighbours read 16 bytes next to each other."""
-        if count == 0:
-            return None
-        threads = self.spec.threads
-        return table.get_tensor(cute.make_layout((4, count // 4, threads), stride=(1, 4 * threads, 4)))[None, None, thread]
-
     # Values ---------------------------------------------------------------------------------------------------------
 
     def flips_of(self, signs: tuple, thread: Int32) -> list:
@@ -271,37 +254,25 @@ class QuantizeKernel:
         return [rotation.signs_of_piece(signs, i, thread % across, across, self.spec.piece) for i in range(self.pieces)]
 
     @cute.jit
-    def keep_masks(self, flips: list, masks: cute.Tensor):
-        """Signs that `load_angles` leaves to the elements themselves, as `rotation.mask_of_pair` of each pair of them.
+    def load_angles(
+        self, call: Call, block: Block, thread: Int32, flips: list, angles: cute.Tensor, masks: cute.Tensor | None
+    ):
+        """Bring what the thread keeps for the embeddings of all heads."""
+        rows = [block.first_row + self.row_of(thread, unit) for unit in range(self.spec.units)]
+        self.angles.load((call.cos, call.sin), call.first_position, rows, call.seqlen, thread, flips, angles)
+        self.angles.keep_masks(flips, masks)
 
-        With s and t the signs of a pair, ``s (x cos - y sin) = x (s cos) - (s t y) (t sin)`` and
-        ``t (y cos + x sin) = (s t y) (s cos) + x (t sin)``: only y changes its sign, where s and t differ.
-        """
-        if const_expr(self.spec.rotate):
-            flips = flips if self.spec.interleaved else [a ^ b for a, b in zip(flips, flips[self.pieces // 2 :])]
-            flips = [rotation.second_of_pairs(signs) for signs in flips] if self.spec.interleaved else flips
-            words = self.spec.piece // 2
-            for i in cutlass.range_constexpr(self.masks):
-                masks[i % 4, i // 4] = rotation.mask_of_pair(flips[i // words], i % words)
-
-    def masks_of_piece(self, piece: int, masks: cute.Tensor | None, flips: list | None) -> list | None:
+    def masks_of_piece(self, piece: int, masks: cute.Tensor | None, flips: list) -> list | None:
         """What changes the signs of the elements of a piece, two by two, if anything does."""
-        index, words = piece % self.pieces, self.spec.piece // 2
+        if self.spec.rope:
+            return self.angles.masks_of_piece(masks, piece % self.pieces)
         if not self.spec.rotate:
             return None
-        if masks is None:
-            return [rotation.mask_of_pair(flips[index], i) for i in range(words)]
-        index -= self.pieces - 2 * self.masks // self.spec.piece
-        if index < 0:
-            return None
-        found = cute.make_rmem_tensor((4, words // 4), Int32)
-        for n in range(words // 4):
-            cute.autovec_copy(masks[None, index * words // 4 + n], found[None, n])
-        return [found[i % 4, i // 4] for i in range(words)]
+        return [rotation.mask_of_pair(flips[piece % self.pieces], i) for i in range(self.spec.piece // 2)]
 
     @cute.jit
     def first_values(
-        self, raw: cute.Tensor, angles: cute.Tensor | None, masks: cute.Tensor | None, flips: list | None
+        self, raw: cute.Tensor, angles: cute.Tensor | None, masks: cute.Tensor | None, flips: list
     ) -> cute.Tensor:
         """The thread's values in float32, embedded, with their signs, and transformed inside each piece.
 
@@ -317,7 +288,7 @@ class QuantizeKernel:
                 for piece in pieces:
                     self.unpack(raw, values, piece, self.masks_of_piece(piece, masks, flips))
                 if const_expr(spec.rope):
-                    self.embed(values, angles, unit, i)
+                    self.angles.embed(values, angles, unit, i)
                 for piece in pieces:
                     if const_expr(spec.rotate):
                         self.begin_transform(values, piece)
@@ -440,64 +411,6 @@ class QuantizeKernel:
         column += spec.piece * spec.across * piece
         return row, Int64(row) * row_stride + spec.piece * (thread % spec.across) + column
 
-    @cute.jit
-    def load_angles(self, call: Call, block: Block, thread: Int32, flips: list, angles: cute.Tensor):
-        """Bring cos and sin of the thread's pairs, with signs of the elements in them; 0 where there is no row.
-
-        Args:
-            flips: as of `flips_of`.
-            angles: (4, values / 4), of the thread alone: for `embed` one piece's cos, its sin, the next one's cos ...
-        """
-        spec = self.spec
-        count, groups = self.angles_of_piece, self.pieces // self.together
-        for unit in cutlass.range_constexpr(spec.units):
-            row = block.first_row + self.row_of(thread, unit)
-            place = Int64(call.first_position + row) * (spec.head_dim // 2)
-            for i in cutlass.range_constexpr(groups):
-                at = place + count * (thread % spec.across + spec.across * i)
-                for table in cutlass.range_constexpr(2):
-                    found = cute.make_rmem_tensor(count, Float32)
-                    found.fill(0.0)
-                    if row < call.seqlen:
-                        self.load_table((call.cos, call.sin)[table], at, found)
-                    for n in cutlass.range_constexpr(count):
-                        angle = found[n]
-                        if const_expr(spec.rotate):
-                            if const_expr(spec.interleaved):
-                                angle = rotation.flip(angle, flips[i], 2 * n + table)
-                            else:
-                                angle = rotation.flip(angle, flips[i + table * groups], n)
-                        angles[n % 4, ((unit * groups + i) * 2 + table) * count // 4 + n // 4] = angle
-
-    @cute.jit
-    def load_table(self, address: Int64, place: Int64, target: cute.Tensor):
-        """As many cosines or sines as ``target`` has, in float32."""
-        count = cute.size(target)
-        dtype = Float32 if self.spec.rope == "fp32" else self.dtype
-        pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=min(count * dtype.width // 8, 16))
-        source = cute.make_tensor(pointer + cute.assume(place, divby=count), cute.make_layout(count))
-        raw = cute.make_rmem_tensor(count, dtype)
-        cute.autovec_copy(source, raw)
-        for i in cutlass.range_constexpr(count):
-            target[i] = Float32(raw[i])
-
-    @cute.jit
-    def embed(self, values: cute.Tensor, angles: cute.Tensor, unit: cutlass.Constexpr, index: cutlass.Constexpr):
-        """Rotary embedding of one piece of a unit, or of that and its partner in the other half of the row."""
-        spec = self.spec
-        count, groups = self.angles_of_piece, self.pieces // self.together
-        both = cute.make_rmem_tensor((4, count // 2), Float32)
-        start = (unit * groups + index) * count // 2
-        for n in cutlass.range_constexpr(count // 2):
-            cute.autovec_copy(angles[None, start + n], both[None, n])
-        cos = cute.make_tensor(both.iterator, cute.make_layout(count))
-        sin = cute.make_tensor(both.iterator + count, cute.make_layout(count))
-        first = unit * spec.held + spec.piece * index
-        if const_expr(spec.interleaved):
-            rotation.rotate_pairs(values, first, 1, 2, cos, sin)
-        else:
-            rotation.rotate_pairs(values, first, spec.held // 2, 1, cos, sin)
-
     # Scales ---------------------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -523,7 +436,9 @@ class QuantizeKernel:
     @cute.jit
     def store_scale(self, call: Call, block: Block, thread: Int32, amax: Float32):
         """Write the scale: of a head one block does it."""
-        if thread == 0 and block.row_block * Int32(self.spec.scales != "block") == 0:
+        # Not zero in blocks that leave it to the first.
+        others = 0 if const_expr(self.spec.scales == "block") else block.row_block
+        if thread + others == 0:
             target = self.float32(block.scale)
             target[0] = amax * call.scale_factor
 
