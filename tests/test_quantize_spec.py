@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fa3.spec import QuantizeSpec, spec_from_dict
+from fa3.spec import SHARED_MEMORY_PER_BLOCK, QuantizeSpec, spec_from_dict
 
 SPEC = QuantizeSpec("bf16", 128)
 
@@ -33,6 +33,22 @@ def test_its_name_tells_it_apart_by_every_field():
     names = {SPEC.name, *(replace(SPEC, **{field: value}).name for field, value in others.items())}
     assert len(names) == 1 + len(others)
     assert replace(SPEC, rotate=True, rope="fp32").name == "quantize_bf16_d128_128_block_rotate_ropefp32"
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_whole_warps_keep_angles_and_signs_16_bytes_at_a_time_in_shared_memory(interleaved):
+    for head_dim, rows in itertools.product(range(16, 257, 16), (64, 96, 128)):
+        spec = QuantizeSpec("bf16", head_dim, rows, True, "fp32", interleaved)
+        spec.validate()
+        assert spec.threads % 32 == 0
+        assert 32 <= spec.threads <= 1024
+        assert spec.working_threads * spec.units * spec.held == rows * head_dim
+        assert spec.signs_kept % 4 == 0
+        # A cosine and a sine of each pair; a bit for each second element of pairs, in words of two elements.
+        angles, elements = 4 * rows * head_dim, spec.working_threads * spec.held
+        kept = replace(spec, rope="", interleaved=False).shared_bytes + angles + (2 if interleaved else 1) * elements
+        assert kept <= spec.shared_bytes <= SHARED_MEMORY_PER_BLOCK
+        assert (kept == spec.shared_bytes) == (spec.threads == spec.working_threads)
 
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["rows", "transposed"])

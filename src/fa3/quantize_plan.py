@@ -18,8 +18,8 @@ ROWS = 128
 #: Most row blocks and batch entries of a launch (CUDA's limits of a grid's second and third dimension).
 MAX_ROW_BLOCKS = MAX_BATCH = 65_535
 
-#: Heads whose rows one thread block embeds, which find their cos and sin in L1: 2 to 4 are fastest. Fewer where that
-#: would leave a multiprocessor less than two thread blocks.
+#: Heads whose rows one thread block embeds, with cos and sin that it reads once. Fewer where that would leave a
+#: multiprocessor less than two thread blocks.
 ROPE_HEADS = 4
 
 #: Head dims that ship.

@@ -603,8 +603,8 @@ class QuantizeSpec(_Spec):
     def piece(self) -> int:
         """Columns next to each other that a thread has.
 
-        16 bytes of e4m3; or 8 where the transform cuts finer, and of wide rows with an embedding, whose elements, cosines
-        and sines then lie closer together for the threads of a warp. Of 192 columns the transform wants 16.
+        16 bytes of e4m3; or 8 where the transform cuts finer, and of wide rows with an embedding, whose elements,
+        cosines and sines then lie closer together for the threads of a warp. Of 192 columns the transform wants 16.
         """
         if self.transpose or (self.rope and self.head_dim in (128, 256)):
             return 8
