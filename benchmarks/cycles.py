@@ -18,7 +18,7 @@ import torch
 
 from fa3.backends import hopper
 from fa3.cli import peers
-from fa3.spec import spec_from_dict
+from fa3.kernel_spec import spec_from_dict
 
 TOKENS, HIDDEN = 16384, 2048
 

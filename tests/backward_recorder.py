@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fa3.backends import hopper, hopper_backward
+from fa3.backward_spec import BackwardSpec, FinishSpec, PrepareSpec, QueryGradientSpec
+from fa3.kernel_spec import KernelSpec
 from fa3.options import Options
-from fa3.spec import BackwardSpec, FinishSpec, KernelSpec, PrepareSpec, QueryGradientSpec
 from recorder import install as install_forward
 
 #: Arguments of each kernel, in order.

@@ -8,11 +8,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from brick_wrappers import table
+from fa3.backward_spec import BackwardSpec
 from fa3.kernels.parts.backward_producer import KeyProducer
 from fa3.kernels.parts.backward_sums import KeySums
 from fa3.kernels.parts.backward_work import KeyExtras, KeySizes
 from fa3.kernels.parts.mask import Mask
-from fa3.spec import BackwardSpec
 
 
 class Walker(KeyProducer, KeySums):

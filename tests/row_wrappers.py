@@ -51,7 +51,7 @@ def packed_tile(
     """
     numbers = table(numbers_address, Int32, (6,))
     strides = (Int64(numbers[n]) for n in range(3))
-    packed = rows.PackedRows(tensor, *strides, numbers[3])
+    packed = rows.GlobalRows(tensor, *strides, numbers[3])
     work = _work(numbers[4], numbers[5], first_row, head, batch, _fields(Extras))
     # 16 bytes are moved at a time.
     pointer = cute.make_ptr(dtype, tile_address, cute.AddressSpace.generic, assumed_align=16)

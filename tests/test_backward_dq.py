@@ -14,20 +14,13 @@ import torch
 from backward_recorder import ARGUMENTS, backward, contiguous, fill, install, results_of
 from fa3.backward_plan import backward_tiles as tiles_of
 from fa3.backward_plan import make_backward_specs, plan_backward
+from fa3.backward_spec import BACKWARD_CLASSES, BackwardSpec, FinishSpec, PrepareSpec, QueryGradientSpec
 from fa3.compiler.inspect import Report, check
+from fa3.kernel_spec import spec_from_dict
 from fa3.plan import H200, order_of
 from fa3.presets import shipped_specs
 from fa3.problem import Problem
-from fa3.spec import (
-    BACKWARD_CLASSES,
-    ELEMENT_BYTES,
-    SHARED_MEMORY_PER_BLOCK,
-    BackwardSpec,
-    FinishSpec,
-    PrepareSpec,
-    QueryGradientSpec,
-    spec_from_dict,
-)
+from fa3.spec import ELEMENT_BYTES, SHARED_MEMORY_PER_BLOCK
 from recorder import memory, tensors
 
 KINDS = [PrepareSpec, BackwardSpec, QueryGradientSpec]

@@ -25,20 +25,12 @@ from fa3.backward_plan import (
     plan_backward,
     why_no_backward,
 )
+from fa3.backward_spec import BACKWARD_CLASSES, BackwardSpec, FinishSpec, PrepareSpec, QueryGradientSpec
 from fa3.cli import explain
 from fa3.plan import H200, flops, visible_pairs
 from fa3.presets import shipped_specs
 from fa3.problem import Problem
-from fa3.spec import (
-    BACKWARD_CLASSES,
-    BLOCK,
-    ELEMENT_BYTES,
-    SHARED_MEMORY_PER_BLOCK,
-    BackwardSpec,
-    FinishSpec,
-    PrepareSpec,
-    QueryGradientSpec,
-)
+from fa3.spec import BLOCK, ELEMENT_BYTES, SHARED_MEMORY_PER_BLOCK
 from problems import any_problems, plain_problems, problem_of
 
 MASKS = ("full", "causal", "window")

@@ -14,9 +14,10 @@ import fp8_wrappers as wrappers  # noqa: E402
 import matrices_on_host  # noqa: E402
 from brick_wrappers import ROW_VALUES  # noqa: E402
 from bricks_on_host import call, floats, ints  # noqa: E402
+from fa3.e4m3 import KEY_OF_SLOT  # noqa: E402
 from fa3.fp8_tiles import FP8_SMALL, FP8_TILES  # noqa: E402
 from fa3.kernels.parts import copies, scaled_softmax, scales, transpose  # noqa: E402
-from fa3.quantization import E4M3, KEY_OF_SLOT  # noqa: E402
+from fa3.quantization import E4M3  # noqa: E402
 from fa3.spec import WGMMA_ROWS  # noqa: E402
 
 INF, NAN = math.inf, math.nan

@@ -14,9 +14,9 @@ cutlass = pytest.importorskip("cutlass")
 import list_wrappers  # noqa: E402
 from bricks_on_host import call, ints  # noqa: E402
 from fa3.backward_plan import BackwardTiles, make_backward_specs  # noqa: E402
+from fa3.backward_spec import BackwardSpec  # noqa: E402
 from fa3.key_lists import make_key_lists  # noqa: E402
 from fa3.mods import BLOCK, CUT, EMPTY, WHOLE  # noqa: E402
-from fa3.spec import BackwardSpec  # noqa: E402
 from test_key_lists import mask_of  # noqa: E402
 
 MODS = {"mask_mod": "fa3.kernels.mods:document_causal", "mask_aux": "i2"}

@@ -146,6 +146,14 @@ class TestBench:
         assert main(["bench", "--impls", "fa5"]) == 2
         assert "fa3, fa3-det, official, fa4, cudnn, fa2, tiled" in capsys.readouterr().err
 
+    @pytest.mark.parametrize("command", ["bench", "accuracy"])
+    @pytest.mark.parametrize("limit", ["nan", "-NaN", "soon"])
+    def test_a_time_limit_that_is_no_number_is_refused(self, command, limit, capsys):
+        with pytest.raises(SystemExit) as stopped:
+            main([command, f"--limit={limit}"])
+        assert stopped.value.code == 2
+        assert f"argument --limit: {limit}: must be a number of seconds; inf: no limit" in capsys.readouterr().err
+
     @on_cpu
     def test_the_time_limit_stops_between_cells_and_says_so(self, tmp_path):
         file = tmp_path / "none.json"

@@ -8,6 +8,7 @@ import torch
 
 import fa3
 from fa3 import quantization
+from fa3.e4m3 import KEY_OF_SLOT
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "fp8.md").read_text(encoding="utf-8")
 PREAMBLE, *EXAMPLES = (
@@ -33,7 +34,7 @@ def test_the_slots_on_the_page_are_those_of_the_format():
         if line.startswith(("| slot", "| key"))
     )
     assert slots == list(range(16))
-    assert tuple(keys) == quantization.KEY_OF_SLOT
+    assert tuple(keys) == KEY_OF_SLOT
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 96, 192, 80])

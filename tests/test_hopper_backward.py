@@ -10,8 +10,8 @@ import torch
 
 from backward_recorder import ARGUMENTS, backward, contiguous, fill, install, results_of, write
 from fa3.backends import hopper, hopper_backward
+from fa3.backward_spec import BackwardSpec, FinishSpec, PrepareSpec
 from fa3.plan import H200
-from fa3.spec import BackwardSpec, FinishSpec, PrepareSpec
 from recorder import memory, tensors
 
 KINDS = [PrepareSpec, BackwardSpec, FinishSpec]

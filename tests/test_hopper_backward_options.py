@@ -10,8 +10,8 @@ import torch
 
 from backward_recorder import backward, contiguous, fill, install, results_of, write
 from fa3 import mods
+from fa3.backward_spec import BackwardSpec, FinishSpec, PrepareSpec, QueryGradientSpec
 from fa3.key_lists import key_lists
-from fa3.spec import BackwardSpec, FinishSpec, PrepareSpec, QueryGradientSpec
 from recorder import block_mask, memory, tensors
 
 KINDS = [PrepareSpec, BackwardSpec, FinishSpec]

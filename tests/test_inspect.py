@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from fa3.backward_spec import BackwardSpec, FinishSpec, PrepareSpec
 from fa3.cli import inspect as command
 from fa3.compiler import inspect
 from fa3.compiler.inspect import Report, check, cubin_of, read_report
 from fa3.errors import CompileError
-from fa3.spec import BackwardSpec, FinishSpec, ForwardSpec, KernelSpec, PrepareSpec
+from fa3.kernel_spec import KernelSpec
+from fa3.spec import ForwardSpec
 
 USAGE = """
 Resource usage:

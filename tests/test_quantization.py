@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 
 import fa3
 from fa3 import quantization
+from fa3.e4m3 import KEY_OF_SLOT, LARGEST_AMAX, SMALLEST_AMAX
 from fa3.quantization import (
-    KEY_OF_SLOT,
-    LARGEST_AMAX,
-    SMALLEST_AMAX,
     QuantizedQKV,
     dequantize,
     hadamard,

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from fa3.spec import SHARED_MEMORY_PER_BLOCK, QuantizeSpec, spec_from_dict
+from fa3.kernel_spec import spec_from_dict
+from fa3.spec import SHARED_MEMORY_PER_BLOCK, QuantizeSpec
 
 SPEC = QuantizeSpec("bf16", 128)
 

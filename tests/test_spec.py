@@ -9,18 +9,10 @@ from dataclasses import replace
 
 import pytest
 
+from fa3.backward_spec import BACKWARD_CLASSES, BackwardSpec, FinishSpec, PrepareSpec
+from fa3.kernel_spec import spec_from_dict
 from fa3.presets import PRESETS, shipped_specs
-from fa3.spec import (
-    BACKWARD_CLASSES,
-    MASKS,
-    SHARED_MEMORY_PER_BLOCK,
-    TILE_CLASSES,
-    BackwardSpec,
-    FinishSpec,
-    ForwardSpec,
-    PrepareSpec,
-    spec_from_dict,
-)
+from fa3.spec import MASKS, SHARED_MEMORY_PER_BLOCK, TILE_CLASSES, ForwardSpec
 
 SPEC = ForwardSpec(
     dtype="bf16",

@@ -8,6 +8,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -20,13 +21,14 @@ from pathlib import Path
 
 import pytest
 
+from fa3.backward_spec import BackwardSpec
 from fa3.compiler import store as store_module
 from fa3.compiler.build import Artifact
 from fa3.compiler.store import Store, default_store
 from fa3.compiler.target import Target
 from fa3.errors import CompileError, StoreError
 from fa3.presets import shipped_specs
-from fa3.spec import BackwardSpec, ForwardSpec
+from fa3.spec import ForwardSpec
 from toy_kernels import ToySpec
 
 SPEC = ToySpec()
@@ -72,18 +74,32 @@ def test_the_key_depends_on_spec_target_and_sources(store: Store, monkeypatch: p
     assert key not in others
 
 
-def test_the_sources_hash_sees_kernels_compiler_and_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sources_hash_sees_kernels_compiler_and_ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_PACKAGE", tmp_path)
-    (tmp_path / "spec.py").write_text("0")
+    ground = ("backward_spec.py", "e4m3.py", "kernel_spec.py", "spec.py")
+    for name in ground:
+        (tmp_path / name).write_text("0")
     hashes = set()
-    for name in ("kernels/a.py", "kernels/parts/b.py", "compiler/c.py", "spec.py"):
+    for name in ("kernels/a.py", "kernels/parts/b.py", "compiler/c.py", *ground):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         for text in ("1", "2"):
             (tmp_path / name).write_text(text)
             hashes.add(store_module.sources_hash.__wrapped__())
-    assert len(hashes) == 8
+    assert len(hashes) == 14
     (tmp_path / "plan.py").write_text("no part of the key")
     assert store_module.sources_hash.__wrapped__() in hashes
+
+
+def test_the_sources_hash_sees_every_module_that_kernels_import() -> None:
+    package = Path(store_module.__file__).parents[1]
+    waiting, imported = set((package / "kernels").rglob("*.py")), set()
+    while waiting:
+        source = waiting.pop().read_text()
+        for name in re.findall(r"^ *(?:from|import) fa3\.(\w+)", source, re.MULTILINE):
+            if f"{name}.py" not in imported and name != "kernels":
+                imported.add(f"{name}.py")
+                waiting.add(package / f"{name}.py")
+    assert imported == set(store_module._GROUND)
 
 
 @pytest.fixture

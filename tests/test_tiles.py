@@ -9,20 +9,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from fa3.backward_spec import BACKWARD_CLASSES, BackwardSpec, FinishSpec, PrepareSpec, QueryGradientSpec
 from fa3.cli import compile as compile_command
 from fa3.plan import H200, make_spec, plan, why_not
 from fa3.presets import PRESETS, shipped_specs
-from fa3.spec import (
-    BACKWARD_CLASSES,
-    BLOCK,
-    SHARED_MEMORY_PER_BLOCK,
-    TILE_CLASSES,
-    BackwardSpec,
-    FinishSpec,
-    ForwardSpec,
-    PrepareSpec,
-    QueryGradientSpec,
-)
+from fa3.spec import BLOCK, SHARED_MEMORY_PER_BLOCK, TILE_CLASSES, ForwardSpec
 from fa3.tiles import CANDIDATES, MODIFIED, PACKED, QV, SMALL, TILES, TileChoice
 from problems import plain_problems
 

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fa3 import plan as planning
+from fa3.backward_spec import BACKWARD_CLASSES, BackwardSpec, FinishSpec, PrepareSpec, QueryGradientSpec
 from fa3.plan import L2_SHARE, MAX_COLUMNS, DeviceFacts, Order
 from fa3.problem import Problem
-from fa3.spec import BACKWARD_CLASSES, ELEMENT_BYTES, BackwardSpec, FinishSpec, PrepareSpec, QueryGradientSpec
+from fa3.spec import ELEMENT_BYTES
 
 
 @dataclass(frozen=True)

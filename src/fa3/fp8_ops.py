@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from fa3 import backends, ops, quantization
+from fa3.e4m3 import slots_of
 from fa3.options import Fp8, Options
-from fa3.quantization import E4M3, SLOTS, QuantizedQKV, rope_rows
+from fa3.quantization import E4M3, QuantizedQKV, rope_rows
 from fa3.schemas import OPTIONS, flatten, unflatten
 
 _library = torch.library.Library("fa3", "FRAGMENT")
@@ -221,7 +222,7 @@ def _fake_quantize(
     power_of_two: bool,
 ) -> tuple[Tensor, Tensor]:
     batch, seqlen, heads, head_dim = x.shape
-    shape = (batch, heads, head_dim, seqlen + -seqlen % SLOTS) if transpose else x.shape
+    shape = (batch, heads, head_dim, slots_of(seqlen)) if transpose else x.shape
     blocks = (-(-seqlen // rows),) if rows > 0 else ()
     return x.new_empty(shape, dtype=E4M3), x.new_empty((batch, heads, *blocks), dtype=torch.float32)
 

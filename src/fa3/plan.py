@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fa3.backward_spec import QueryGradientSpec
 from fa3.fp8_tiles import FP8_SMALL, FP8_TILES, fp8_rows
 from fa3.problem import Problem
 from fa3.quantization import TWO_LEVEL_KEYS, default_block
@@ -24,7 +25,6 @@ from fa3.spec import (
     TILE_CLASSES,
     WGMMA_ROWS,
     ForwardSpec,
-    QueryGradientSpec,
 )
 from fa3.tiles import MODIFIED, PACKED, QV, SMALL, TILES, TileChoice
 

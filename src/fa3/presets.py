@@ -11,12 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from fa3.backward_plan import backward_specs, plan_backward
+from fa3.backward_spec import BACKWARD_CLASSES
 from fa3.fp8_tiles import fp8_rows
+from fa3.kernel_spec import KernelSpec
 from fa3.plan import H200, forward_specs, fp8_specs, make_spec
 from fa3.problem import Problem
 from fa3.quantization import default_block
 from fa3.quantize_plan import plan_quantize, quantize_specs
-from fa3.spec import BACKWARD_CLASSES, FP8, ForwardSpec, KernelSpec
+from fa3.spec import FP8, ForwardSpec
 from fa3.tiles import CANDIDATES, MODIFIED, QV, TILES, TileChoice
 
 PRESETS = (

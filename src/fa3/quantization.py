@@ -28,31 +28,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fa3.e4m3 import E4M3_MAX, KEY_OF_SLOT, LARGEST_AMAX, SLOTS, SMALLEST_AMAX, round_up_bits, slots_of
+
 #: What `quantize_tensor` is: its arguments but the first by name.
 Quantizer = Callable[..., tuple[Tensor, Tensor]]
 
 E4M3 = torch.float8_e4m3fn
-#: Largest magnitude of e4m3.
-E4M3_MAX = 448.0
-
-#: What a smaller amax counts as, 0 too: the products of scales with each other and with softmax_scale stay normal
-#: float32 numbers, and a block of zeros never has the largest scale of its head, to which others are compared.
-SMALLEST_AMAX = 2.0**-40
-#: What a larger one is rounded to: the largest float32 number that is a power of two times 448.
-LARGEST_AMAX = 448.0 * 2.0**119
 
 #: Rows of q, and of k and v, that may share a scale. 64 queries are those of a warpgroup, which takes one factor for
 #: all of its scores; keys go by tiles.
 BLOCK_ROWS = ((64, 128), (64, 96, 128))
 #: In words, with what else a block may be.
 BLOCK_CHOICES = "'head', 'tensor', or a pair (64 or 128 rows of q, 64, 96 or 128 rows of k and v)"
-
-#: Keys of V^T are stored in groups of so many, in an order of their own.
-SLOTS = 16
-
-#: Which key of its group a slot of V^T holds. A thread of a warpgroup's accumulator has keys 2t, 2t + 1, 8 + 2t and
-#: 9 + 2t of a row of scores; as an A operand of e4m3 it has four neighbours, which are slots 4t to 4t + 3.
-KEY_OF_SLOT = tuple(8 * half + 2 * thread + pair for thread in range(4) for half in range(2) for pair in range(2))
 
 _MASK32 = 0xFFFFFFFF
 MAX_SEED = 2**31 - 1
@@ -202,9 +189,7 @@ def round_up_amax(amax: Tensor) -> Tensor:
     a power of two moves them to other exponents and adds no rounding of its own. q and k are better off without: the
     largest value of a block becomes 448, of which nothing is rounded off.
     """
-    bits = amax.clamp_max(LARGEST_AMAX).view(torch.int32)
-    # 448 is 1.75 * 2^8: a fraction above 1.75 goes to the next exponent, every other up to 1.75.
-    return (((bits + 0x1FFFFF) & 0x7F800000) | 0x600000).view(torch.float32)
+    return round_up_bits(amax.clamp_max(LARGEST_AMAX).view(torch.int32)).view(torch.float32)
 
 
 def _of_rows(scale: Tensor, rows: int, seqlen: int) -> Tensor:
@@ -370,7 +355,7 @@ class QuantizedQKV:
             "k": (batch, seqlen_k, heads_kv, head_dim),
             "v": (batch, seqlen_k, heads_kv, head_dim_v)
             if self.v_layout == "row"
-            else (batch, heads_kv, head_dim_v, seqlen_k + -seqlen_k % SLOTS),
+            else (batch, heads_kv, head_dim_v, slots_of(seqlen_k)),
             "q_scale": (batch, heads_q, *self._blocks(seqlen_q, 0)),
             "k_scale": (batch, heads_kv, *self._blocks(seqlen_k, 1)),
             "v_scale": (batch, heads_kv, *self._blocks(seqlen_k, 1)),

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa3.e4m3 import slots_of
 from fa3.options import Fp8
-from fa3.quantization import SLOTS
 from fa3.tensor_checks import check_device, check_shape, check_tensors
 
 #: What users call the tensors of `Fp8`.
@@ -45,9 +45,8 @@ def describe_fp8(fp8: Fp8, v: Tensor, lengths: tuple[int, int, int], heads: tupl
     """Check what goes with e4m3 against the sizes (batch, seqlen_q, seqlen_k) and (heads_q, heads_kv) of the call."""
     (batch, seqlen_q, seqlen_k), (heads_q, heads_kv) = lengths, heads
     if fp8.v_transposed:
-        slots = seqlen_k + -seqlen_k % SLOTS
         dims = "V^T (batch, heads_kv, head_dim_v, seqlen_k rounded up to 16)"
-        check_shape("v", v, dims, (batch, heads_kv, v.shape[2], slots))
+        check_shape("v", v, dims, (batch, heads_kv, v.shape[2], slots_of(seqlen_k)))
     if fp8.q_scale is not None:
         if fp8.q_block:
             dims = f"(batch, heads_q, ceil(seqlen_q / {fp8.q_block}))"

@@ -1,4 +1,4 @@
-"""Specs: everything that is fixed when a kernel is compiled.
+"""Specs: everything that is fixed when a kernel is compiled. Here those of the forward and of quantization.
 
 A spec is a frozen dataclass of plain Python scalars, so that it is hashable, printable, and can be the
 key of the store. Nothing here imports torch or the compiler.
@@ -38,6 +38,8 @@ ELEMENT_BYTES = {"fp16": 2, "bf16": 2}
 
 #: The dtype of q, k and v that only the forward takes.
 FP8 = "e4m3"
+#: The dtype that q and k may have beside a v of FP8.
+INT8 = "int8"
 INPUT_BYTES = {**ELEMENT_BYTES, FP8: 1}
 
 #: Bytes of an element of out.
@@ -46,15 +48,15 @@ OUT_BYTES = 2
 #: The tile classes of FP8.
 FP8_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 
-#: Columns of the output of FP8 that are added to sums in float32 at once where there are no registers for all of them,
-#: and columns up to which there are.
+#: Fewest columns of the output of FP8 that are added to sums in float32 at once where there are no registers for all of
+#: them, and columns up to which there are.
 PART_COLUMNS, WHOLE_COLUMNS = 64, 128
 
 #: Keys of one WGMMA instruction of FP8, which tiles are a multiple of.
 FP8_KEYS = 32
 
 
-class _Spec:
+class Spec:
     """What all specs share."""
 
     #: Name of the kernel, by which ``spec_from_dict`` and `fa3.kernels` tell them apart.
@@ -65,25 +67,8 @@ class _Spec:
         return {"kernel": self.kernel, **dataclasses.asdict(cast(Any, self))}
 
 
-class _DqTile:
-    """How the warpgroups of the backward share a dQ tile, in the pass that adds to it and in the one that reads it."""
-
-    head_dim: int
-    tile_m: int
-
-    @property
-    def dq_splits_rows(self) -> bool:
-        """Whether the warpgroups split the rows of a dQ tile; else its columns."""
-        return self.tile_m == WGMMA_ROWS * BACKWARD_GROUPS
-
-    @property
-    def dq_columns(self) -> int:
-        """Columns of a warpgroup's part of a dQ tile; the part has 64 rows."""
-        return self.head_dim if self.dq_splits_rows else self.head_dim // BACKWARD_GROUPS
-
-
 @dataclass(frozen=True)
-class ForwardSpec(_Spec):
+class ForwardSpec(Spec):
     """One compiled forward kernel.
 
     The seven fields from ``tile_m`` on are the *schedule*: how the work overlaps.
@@ -114,6 +99,7 @@ class ForwardSpec(_Spec):
             transposed.
         promote: every so many key tiles the output of e4m3, which the tensor core adds up with 14 bits or so, is added
             to sums in float32; 0: never.
+        qk_dtype: element type of q and k where v is e4m3: ``"int8"``, or empty, as ``dtype``.
     """
 
     kernel = "forward"
@@ -140,6 +126,7 @@ class ForwardSpec(_Spec):
     key_block: int = 0
     transpose_stages: int = 0
     promote: int = 0
+    qk_dtype: str = ""
 
     @property
     def causal(self) -> bool:
@@ -152,9 +139,14 @@ class ForwardSpec(_Spec):
         return self.dtype == FP8
 
     @property
+    def part_columns(self) -> int:
+        """Columns of a part: as many as scores have, whose registers it then takes, if they divide PV's."""
+        return self.tile_n if self.tile_n >= PART_COLUMNS and self.head_dim_v % self.tile_n == 0 else PART_COLUMNS
+
+    @property
     def parts(self) -> int:
         """Parts of the columns of PV that are multiplied one after the other, each added to sums in float32."""
-        return self.head_dim_v // PART_COLUMNS if self.promote and self.head_dim_v > WHOLE_COLUMNS else 1
+        return self.head_dim_v // self.part_columns if self.promote and self.head_dim_v > WHOLE_COLUMNS else 1
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -220,13 +212,13 @@ class ForwardSpec(_Spec):
         )
         threshold = f"t{self.rescale_threshold:g}"
         tile = f"{self.tile_m}x{self.tile_n}x{self.stages}"
-        features = _changes(self, "softcap", "pack_gqa", "qv")
+        features = changes_in_name(self, "softcap", "pack_gqa", "qv")
         if self.fp8:
             numbers = (("scale", self.key_block), ("vt", self.transpose_stages), ("add", self.promote))
-            features = [self.out_dtype, *(f"{word}{n}" for word, n in numbers if n), *features]
-        return "_".join(
-            (f"forward_{self.dtype}_{_dims(self)}_{self.mask}_{tile}_{switches or 'serial'}{threshold}", *features)
-        )
+            dtypes = (self.qk_dtype, self.out_dtype)
+            features = [*filter(None, dtypes), *(f"{word}{n}" for word, n in numbers if n), *features]
+        schedule = f"{switches or 'serial'}{threshold}"
+        return "_".join((f"forward_{self.dtype}_{dims_in_name(self)}_{self.mask}_{tile}_{schedule}", *features))
 
     def validate(self) -> None:
         """Raise ``ValueError`` when no kernel can be compiled from this spec."""
@@ -252,18 +244,20 @@ class ForwardSpec(_Spec):
             raise ValueError(f"pingpong=True needs at least two consumer warpgroups: tile_m={self.tile_m}")
         if not 0 <= self.rescale_threshold <= 8:
             raise ValueError(f"rescale_threshold={self.rescale_threshold}: allowed are 0 to 8")
-        _check_memory(self)
+        check_memory(self)
 
     def _check_fp8(self) -> None:
         if not self.fp8:
-            _check_kind(self, TILE_CLASSES)
-            for name in ("out_dtype", "key_block", "transpose_stages", "promote"):
+            check_kind(self, TILE_CLASSES)
+            for name in ("out_dtype", "key_block", "transpose_stages", "promote", "qk_dtype"):
                 if getattr(self, name):
                     raise ValueError(f"{name}={getattr(self, name)!r}: goes with dtype {FP8!r} alone")
             return
-        _check_kind(self, FP8_CLASSES, (FP8,))
+        check_kind(self, FP8_CLASSES, (FP8,))
         if self.out_dtype not in ELEMENT_BYTES:
             raise ValueError(f"out_dtype={self.out_dtype!r}: allowed beside {FP8} are {', '.join(ELEMENT_BYTES)}")
+        if self.qk_dtype not in ("", INT8):
+            raise ValueError(f"qk_dtype={self.qk_dtype!r}: allowed beside {FP8} are {INT8!r} and ''")
         if self.tile_n % FP8_KEYS:
             raise ValueError(f"tile_n={self.tile_n}: beside {FP8} must be a multiple of {FP8_KEYS}")
         if self.pack_gqa or self.qv:
@@ -279,279 +273,12 @@ class ForwardSpec(_Spec):
             raise ValueError(f"promote={self.promote}: allowed beside head_dim_v={self.head_dim_v} are {allowed}")
 
 
-#: (head_dim, head_dim_v) of the backward's tile classes. At most 128 columns a warpgroup owns 64 keys of a block
-#: (``split="keys"``); wider ones share the keys and split the columns of dK and dV.
-BACKWARD_CLASSES = ((64, 64), (128, 128), (64, 256), (192, 128), (256, 256))
-
-#: Consumer warpgroups of the backward kernel.
-BACKWARD_GROUPS = 2
-
-
-@dataclass(frozen=True)
-class BackwardSpec(_Spec, _DqTile):
-    """One compiled kernel of the main pass of the backward.
-
-    Attributes:
-        dtype: element type of q, k, v, dout and the gradients: ``"fp16"`` or ``"bf16"``.
-        head_dim, head_dim_v: columns of the q and k tiles, and of the v and dout tiles.
-        mask: as of `ForwardSpec`.
-        tile_m: query rows of one step of the main loop.
-        tile_n: keys of a block: 64 for each warpgroup, or 64 whose columns the warpgroups share.
-        stages, stages_dout: q tiles, and dout tiles, held in shared memory at once.
-        dq_stages: dQ tiles held in shared memory at once, on the way to their sums in global memory; with 0 another
-            kernel makes dQ.
-        deterministic: sums of dQ are added in a fixed order.
-        softcap, score_mod, mask_mod, score_aux, mask_aux: as of `ForwardSpec`.
-        derivative: ``"module:function"`` of the derivative of ``score_mod``.
-    """
-
-    kernel = "backward"
-
-    dtype: str
-    head_dim: int
-    head_dim_v: int
-    mask: str
-    tile_m: int
-    tile_n: int
-    stages: int
-    stages_dout: int
-    dq_stages: int = 1
-    deterministic: bool = False
-    softcap: bool = False
-    score_mod: str = ""
-    derivative: str = ""
-    mask_mod: str = ""
-    score_aux: str = ""
-    mask_aux: str = ""
-
-    #: Of the switches that the other kernels have, those that are no choice here.
-    warp_specialized = True
-    qv = False
-    pack_gqa = False
-
-    @property
-    def split_keys(self) -> bool:
-        """Whether each warpgroup has keys of its own; else they share the keys and split the columns."""
-        return self.tile_n == WGMMA_ROWS * self.consumer_warpgroups
-
-    @property
-    def consumer_warpgroups(self) -> int:
-        """Warpgroups that multiply."""
-        return BACKWARD_GROUPS
-
-    @property
-    def threads(self) -> int:
-        """Threads of one block."""
-        return WARPGROUP_THREADS * (self.consumer_warpgroups + 1)
-
-    @property
-    def modified(self) -> bool:
-        """Whether something changes the scores between the product and the softmax."""
-        return self.softcap or bool(self.score_mod)
-
-    @property
-    def score_rows(self) -> int:
-        """Query rows of the scores that one warpgroup holds."""
-        return self.tile_m if self.split_keys else self.tile_m // self.consumer_warpgroups
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of the tiles and barriers."""
-        columns = self.head_dim + self.head_dim_v
-        keys = self.tile_n * columns
-        rows = self.tile_m * (self.stages * self.head_dim + self.stages_dout * self.head_dim_v)
-        scores = self.tile_m * self.tile_n * DS_BUFFERS * (1 if self.split_keys else 2)
-        float32 = self.tile_m * (self.stages + self.stages_dout + self.dq_stages * self.head_dim)
-        return ELEMENT_BYTES[self.dtype] * (keys + rows + scores) + 4 * float32 + 1024
-
-    @property
-    def name(self) -> str:
-        """Short unique name, e.g. ``backward_bf16_d128_causal_64x128x2x2_dq1``."""
-        tile = f"{self.tile_m}x{self.tile_n}x{self.stages}x{self.stages_dout}"
-        features = [f"dq{self.dq_stages}"]
-        features += _changes(self, "deterministic", "softcap")
-        return "_".join((f"backward_{self.dtype}_{_dims(self)}_{self.mask}_{tile}", *features))
-
-    def validate(self) -> None:
-        """Raise ``ValueError`` when no kernel can be compiled from this spec."""
-        _check_kind(self, BACKWARD_CLASSES)
-        if self.tile_m not in (64, 128):
-            raise ValueError(f"tile_m={self.tile_m}: allowed are 64 and 128")
-        if self.tile_n not in (64, 128):
-            raise ValueError(f"tile_n={self.tile_n}: allowed are 64 and 128")
-        if not 0 <= self.dq_stages <= 2:
-            raise ValueError(f"dq_stages={self.dq_stages}: allowed are 0 to 2")
-        if self.deterministic and not self.dq_stages:
-            raise ValueError("deterministic=True with dq_stages=0: there are no sums to order")
-        for name in ("stages", "stages_dout"):
-            if not 1 <= getattr(self, name) <= 4:
-                raise ValueError(f"{name}={getattr(self, name)}: allowed are 1 to 4")
-        # dK leaves through the place of dS, and of P where that is in shared memory too.
-        room = self.tile_m * DS_BUFFERS * (1 if self.split_keys else 2)
-        if self.head_dim > room:
-            raise ValueError(f"head_dim={self.head_dim}, tile_m={self.tile_m}: dS has room for {room} columns of dK")
-        _check_derivative(self)
-        _check_memory(self)
-
-
-#: dS tiles in shared memory: one that the warpgroups read while they write the next.
-DS_BUFFERS = 2
-
-
-@dataclass(frozen=True)
-class PrepareSpec(_Spec):
-    """One compiled kernel that runs before the backward's main pass: delta, and the LSE in log2 units.
-
-    Attributes:
-        dtype: element type of out and dout.
-        head_dim_v: columns of the dout tiles of the main pass.
-        tile_m: query rows of a block, those of a step of the main pass.
-    """
-
-    kernel = "prepare"
-
-    dtype: str
-    head_dim_v: int
-    tile_m: int
-
-    #: Threads of a block, and no tile in shared memory.
-    threads = 256
-    shared_bytes = 0
-
-    @property
-    def name(self) -> str:
-        """Short unique name, e.g. ``prepare_bf16_v128_64``."""
-        return f"prepare_{self.dtype}_v{self.head_dim_v}_{self.tile_m}"
-
-    def validate(self) -> None:
-        """Raise ``ValueError`` when no kernel can be compiled from this spec."""
-        _check_columns(self, "head_dim_v", {columns for _, columns in BACKWARD_CLASSES})
-
-
-@dataclass(frozen=True)
-class FinishSpec(_Spec, _DqTile):
-    """One compiled kernel that runs after the backward's main pass: dQ from its float32 sums.
-
-    Attributes:
-        dtype: element type of dq.
-        head_dim: columns of a dQ tile.
-        tile_m: query rows of a dQ tile.
-    """
-
-    kernel = "finish"
-
-    dtype: str
-    head_dim: int
-    tile_m: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block, as many as consumed in the main pass."""
-        return WARPGROUP_THREADS * BACKWARD_GROUPS
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of the tile."""
-        return ELEMENT_BYTES[self.dtype] * self.tile_m * self.head_dim + 1024
-
-    @property
-    def name(self) -> str:
-        """Short unique name, e.g. ``finish_bf16_d64_128``."""
-        return f"finish_{self.dtype}_d{self.head_dim}_{self.tile_m}"
-
-    def validate(self) -> None:
-        """Raise ``ValueError`` when no kernel can be compiled from this spec."""
-        _check_columns(self, "head_dim", {columns for columns, _ in BACKWARD_CLASSES})
-
-
-@dataclass(frozen=True)
-class QueryGradientSpec(_Spec):
-    """One compiled kernel that makes dQ after a main pass that does not: by queries, so that no order can change it.
-
-    Attributes:
-        dtype: element type of q, k, v, dout and dq: ``"fp16"`` or ``"bf16"``.
-        head_dim, head_dim_v: columns of the q, k and dq tiles, and of the v and dout tiles.
-        mask: as of `ForwardSpec`.
-        tile_m: query rows of a block, 64 for each consumer warpgroup.
-        tile_n: keys of one step of the main loop.
-        stages, stages_v: K tiles, and V tiles, held in shared memory at once.
-        softcap, score_mod, derivative, mask_mod, score_aux, mask_aux: as of `BackwardSpec`.
-    """
-
-    kernel = "backward_dq"
-
-    dtype: str
-    head_dim: int
-    head_dim_v: int
-    mask: str
-    tile_m: int = 128
-    tile_n: int = 64
-    stages: int = 2
-    stages_v: int = 1
-    softcap: bool = False
-    score_mod: str = ""
-    derivative: str = ""
-    mask_mod: str = ""
-    score_aux: str = ""
-    mask_aux: str = ""
-
-    #: Of the switches that the other kernels have, those that are no choice here.
-    warp_specialized = True
-    qv = False
-    pack_gqa = False
-
-    @property
-    def causal(self) -> bool:
-        """Whether the mask is the causal one."""
-        return self.mask == "causal"
-
-    @property
-    def consumer_warpgroups(self) -> int:
-        """Warpgroups that multiply."""
-        return self.tile_m // WGMMA_ROWS
-
-    @property
-    def threads(self) -> int:
-        """Threads of one block."""
-        return WARPGROUP_THREADS * (self.consumer_warpgroups + 1)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of the tiles and barriers; dq takes the place of q."""
-        rows = self.tile_m * (self.head_dim + self.head_dim_v)
-        keys = self.tile_n * (self.stages * self.head_dim + self.stages_v * self.head_dim_v)
-        return ELEMENT_BYTES[self.dtype] * (rows + keys) + 1024
-
-    @property
-    def name(self) -> str:
-        """Short unique name, e.g. ``backward_dq_bf16_d256_causal_128x64x2x1``."""
-        tile = f"{self.tile_m}x{self.tile_n}x{self.stages}x{self.stages_v}"
-        return "_".join((f"backward_dq_{self.dtype}_{_dims(self)}_{self.mask}_{tile}", *_changes(self, "softcap")))
-
-    def validate(self) -> None:
-        """Raise ``ValueError`` when no kernel can be compiled from this spec."""
-        _check_kind(self, BACKWARD_CLASSES)
-        if self.tile_m not in (64, 128):
-            raise ValueError(f"tile_m={self.tile_m}: allowed are 64 and 128")
-        if self.mask == "blocks" and self.tile_m != BLOCK:
-            raise ValueError(f"tile_m={self.tile_m}: with block masks tiles are {BLOCK} queries")
-        if self.tile_n not in (32, 64):
-            raise ValueError(f"tile_n={self.tile_n}: allowed are 32 and 64")
-        for name in ("stages", "stages_v"):
-            if not 1 <= getattr(self, name) <= 4:
-                raise ValueError(f"{name}={getattr(self, name)}: allowed are 1 to 4")
-        if self.stages < 2:
-            raise ValueError(f"stages={self.stages}: K of this step and of the one before are read at once: at least 2")
-        _check_derivative(self)
-        _check_memory(self)
-
-
 #: Largest values that the warps of a quantizing block tell each other: of 32 warps, of this head and the one before.
 WARP_VALUES = 2 * 32
 
 
 @dataclass(frozen=True)
-class QuantizeSpec(_Spec):
+class QuantizeSpec(Spec):
     """One compiled kernel that makes e4m3 of q, k or v; `fa3.quantization` defines the result.
 
     Attributes:
@@ -684,20 +411,12 @@ class QuantizeSpec(_Spec):
             raise ValueError("power_of_two=True with scales='amax': the pass that makes scales rounds, not this one")
 
 
-#: Any of them.
-KernelSpec = ForwardSpec | BackwardSpec | PrepareSpec | FinishSpec | QueryGradientSpec | QuantizeSpec
-
-_KINDS: dict[str, type] = {
-    kind.kernel: kind for kind in (ForwardSpec, BackwardSpec, PrepareSpec, FinishSpec, QueryGradientSpec, QuantizeSpec)
-}
-
-
-def _dims(spec: Any) -> str:
+def dims_in_name(spec: Any) -> str:
     """The head dims in a name."""
     return f"d{spec.head_dim}" if spec.head_dim == spec.head_dim_v else f"d{spec.head_dim}v{spec.head_dim_v}"
 
 
-def _changes(spec: Any, *switches: str) -> list[str]:
+def changes_in_name(spec: Any, *switches: str) -> list[str]:
     """What a name says of the switches that are on, and of the modifications."""
     changes = [name for name in switches if getattr(spec, name)]
     for mod, aux in (
@@ -710,13 +429,7 @@ def _changes(spec: Any, *switches: str) -> list[str]:
     return changes
 
 
-def _check_derivative(spec: Any) -> None:
-    """Raise ``ValueError`` unless the score_mod has a derivative."""
-    if bool(spec.score_mod) != bool(spec.derivative):
-        raise ValueError(f"score_mod={spec.score_mod!r}, derivative={spec.derivative!r}: both or neither")
-
-
-def _check_memory(spec: Any) -> None:
+def check_memory(spec: Any) -> None:
     """Raise ``ValueError`` for tiles that do not fit in shared memory."""
     if spec.shared_bytes > SHARED_MEMORY_PER_BLOCK:
         raise ValueError(
@@ -724,15 +437,7 @@ def _check_memory(spec: Any) -> None:
         )
 
 
-def _check_columns(spec: Any, name: str, columns: set[int]) -> None:
-    """Raise ``ValueError`` for a dtype, or columns of one kind of tile, of which there are no kernels."""
-    if spec.dtype not in ELEMENT_BYTES:
-        raise ValueError(f"dtype={spec.dtype!r}: allowed are {', '.join(ELEMENT_BYTES)}")
-    if getattr(spec, name) not in columns:
-        raise ValueError(f"{name}={getattr(spec, name)}: the tile classes are {BACKWARD_CLASSES}")
-
-
-def _check_kind(spec: Any, classes: tuple[tuple[int, int], ...], dtypes: Iterable[str] = ELEMENT_BYTES) -> None:
+def check_kind(spec: Any, classes: tuple[tuple[int, int], ...], dtypes: Iterable[str] = ELEMENT_BYTES) -> None:
     """Raise ``ValueError`` for a dtype, head dims or mask of which there are no kernels."""
     if spec.dtype not in dtypes:
         raise ValueError(f"dtype={spec.dtype!r}: allowed are {', '.join(dtypes)}")
@@ -743,15 +448,3 @@ def _check_kind(spec: Any, classes: tuple[tuple[int, int], ...], dtypes: Iterabl
         raise ValueError(f"mask={mask!r}: allowed are {', '.join(MASKS)}")
     if mask == "blocks" and not spec.mask_mod:
         raise ValueError("mask='blocks': blocks that are cut need a mask_mod")
-
-
-def spec_from_dict(fields: dict[str, Any]) -> Any:
-    """Rebuild a spec from ``as_dict``. Raises ``ValueError`` for an unknown kernel or unknown fields."""
-    fields = dict(fields)
-    kernel = fields.pop("kernel", None)
-    if kernel not in _KINDS:
-        raise ValueError(f"kernel={kernel!r}: known kernels are {', '.join(map(repr, _KINDS))}")
-    try:
-        return _KINDS[kernel](**fields)
-    except TypeError as error:
-        raise ValueError(f"not the fields of a {_KINDS[kernel].__name__}: {sorted(fields)}") from error

@@ -10,9 +10,10 @@ import torch
 import fa3
 from fa3 import mods
 from fa3.backends import hopper, hopper_backward
+from fa3.backward_spec import BackwardSpec
 from fa3.options import Options
 from fa3.presets import shipped_specs
-from fa3.spec import BackwardSpec, ForwardSpec
+from fa3.spec import ForwardSpec
 
 BATCH, HEADS, HEADS_KV = 1, 2, 1
 

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from fa3 import plan as planning
+from fa3.backward_spec import BackwardSpec
 from fa3.compiler.store import default_store
 from fa3.key_lists import KeyLists
 from fa3.mods import MaskMod, ScoreMod
 from fa3.options import OUT_DTYPES, Fp8, Options, fp8_of
 from fa3.plan import MAX_COLUMNS, DeviceFacts
 from fa3.problem import Problem, check_forward
-from fa3.spec import TMA_ALIGNMENT, BackwardSpec, ForwardSpec
+from fa3.spec import TMA_ALIGNMENT, ForwardSpec
 
 #: TMA strides are below 2**40 bytes, sizes at most 2**32; the kernel counts rows in int32.
 MAX_STRIDE_BYTES = 2**40

@@ -23,13 +23,14 @@ from torch import Tensor
 from fa3.backends import hopper
 from fa3.backward_plan import backward_order, group_parts, plan_backward, query_order_of
 from fa3.backward_plan import why_no_backward as why_no_backward
+from fa3.backward_spec import BackwardSpec, FinishSpec, PrepareSpec, QueryGradientSpec
 from fa3.compiler.store import default_store
 from fa3.key_lists import key_lists
 from fa3.mods import derivative_of
 from fa3.options import Options
 from fa3.plan import MAX_COLUMNS
 from fa3.problem import Problem, check_forward
-from fa3.spec import TMA_ALIGNMENT, BackwardSpec, FinishSpec, PrepareSpec, QueryGradientSpec
+from fa3.spec import TMA_ALIGNMENT
 
 
 @dataclass(slots=True)

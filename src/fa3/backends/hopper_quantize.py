@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fa3.backends import hopper
 from fa3.compiler.store import default_store
-from fa3.quantization import E4M3, SLOTS, SMALLEST_AMAX, round_up_amax, scale_factor, sign_words
+from fa3.e4m3 import SMALLEST_AMAX, slots_of
+from fa3.quantization import E4M3, round_up_amax, scale_factor, sign_words
 from fa3.quantize_plan import plan_quantize
 
 #: Bytes that are read at a time.
@@ -160,7 +161,7 @@ def _prepare(
     out_shape: tuple[int, ...] = (batch, seqlen, heads, head_dim)
     out_strides = hopper._contiguous_strides(out_shape)
     if transpose:
-        slots = seqlen + -seqlen % SLOTS
+        slots = slots_of(seqlen)
         out_shape = (batch, heads, head_dim, slots)
         out_strides = (heads * head_dim * slots, slots, head_dim * slots)
     copy = x.stride(-1) != 1 or hopper._must_copy(x)

@@ -29,7 +29,7 @@ import fa3
 from fa3.cli import bench, peers
 from fa3.cli.files import check_output, write_result
 from fa3.cli.fp8_speed import rope_tables
-from fa3.cli.timing import Sensors
+from fa3.cli.timing import Sensors, seconds
 from fa3.numerics.fp8_error import CHOICES, emulate, exact, make_inputs
 from fa3.quantization import QuantizedQKV, rope_rows
 
@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, default=HEADS, help=f"heads (default: {HEADS})")
     parser.add_argument("--queries", type=int, default=QUERIES, help=f"queries compared (default: {QUERIES})")
     parser.add_argument("--seed", type=int, default=SEED, help=f"of data, queries and signs (default: {SEED})")
-    parser.add_argument("--limit", type=float, default=TIME_LIMIT, help="seconds after which no new case begins")
+    parser.add_argument("--limit", type=seconds, default=TIME_LIMIT, help="seconds after which no new case begins")
     parser.add_argument("--commit", help="commit of the sources, for a copy of them without their repository")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result file")
 

@@ -41,7 +41,7 @@ from fa3.cli.measure import (
 )
 from fa3.cli.peers import Impl
 from fa3.cli.roofline import utilisation
-from fa3.cli.timing import Sensors
+from fa3.cli.timing import Sensors, seconds
 from fa3.errors import FA3Error
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steady", help=f"sequence lengths also run in steady state, 'all' or 'none' (default: {STEADY})"
     )
     parser.add_argument("--quick", action="store_true", help="three rounds, no steady state: a first look")
-    parser.add_argument("--limit", type=float, default=TIME_LIMIT, help="seconds after which no new cell begins")
+    parser.add_argument("--limit", type=seconds, default=TIME_LIMIT, help="seconds after which no new cell begins")
     parser.add_argument("--commit", help="commit of the sources, for a copy of them without their repository")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result file")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the result")

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from fa3.cli.compile import add_store_arguments, store_of
 from fa3.compiler import inspect
 from fa3.errors import CompileError, FA3Error
+from fa3.kernel_spec import spec_from_dict
 from fa3.presets import PRESETS, shipped_specs
-from fa3.spec import spec_from_dict
 
 if TYPE_CHECKING:
-    from fa3.spec import KernelSpec
+    from fa3.kernel_spec import KernelSpec
 
 _COLUMNS = (
     "kernel",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 import random
 import statistics
 import time
@@ -28,6 +30,17 @@ QUEUE_CLOCKS = 250_000
 
 #: NVML's number of the field with the power drawn at this instant, in milliwatts.
 POWER_INSTANT = 186
+
+
+def seconds(text: str) -> float:
+    """The value of ``--limit``: any number of seconds, which nan is not. argparse names the option beside the error."""
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = math.nan
+    if math.isnan(limit):
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds; inf: no limit")
+    return limit
 
 
 class Sensors:

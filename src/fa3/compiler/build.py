@@ -41,7 +41,7 @@ from fa3.compiler.target import (
     installed_flavours,
 )
 from fa3.errors import CompileError, FA3Error
-from fa3.spec import spec_from_dict
+from fa3.kernel_spec import spec_from_dict
 
 if TYPE_CHECKING:
     from fa3.compiler.store import Store

@@ -18,11 +18,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fa3.backward_spec import BackwardSpec, FinishSpec, QueryGradientSpec
 from fa3.errors import CompileError
-from fa3.spec import WARPGROUP_THREADS, BackwardSpec, FinishSpec, ForwardSpec, QueryGradientSpec
+from fa3.spec import WARPGROUP_THREADS, ForwardSpec
 
 if TYPE_CHECKING:
-    from fa3.spec import KernelSpec
+    from fa3.kernel_spec import KernelSpec
 
 #: Machine type of CUDA in the ELF header.
 _EM_CUDA = 190

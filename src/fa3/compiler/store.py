@@ -40,6 +40,8 @@ PACKAGE_STORE = _PACKAGE / "artifacts"
 
 _SHARED_OBJECT = "kernel.so"
 _FACTS = "facts.json"
+#: What kernels stand on: all modules of this package outside ``kernels/`` and ``compiler/`` that they import.
+_GROUND = ("backward_spec.py", "e4m3.py", "kernel_spec.py", "spec.py")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
@@ -48,10 +50,10 @@ _log = logging.getLogger("fa3.store")
 
 @functools.cache
 def sources_hash() -> str:
-    """SHA-256 over what decides a kernel's code: ``kernels/``, ``compiler/`` and ``spec.py``; read once a process."""
+    """SHA-256 over what decides a kernel's code: ``kernels/``, ``compiler/`` and `_GROUND`; read once a process."""
     digest = hashlib.sha256()
     folders = [path for part in ("compiler", "kernels") for path in sorted((_PACKAGE / part).rglob("*.py"))]
-    for path in (*folders, _PACKAGE / "spec.py"):
+    for path in (*folders, *(_PACKAGE / name for name in _GROUND)):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(_PACKAGE).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from fa3.spec import KernelSpec
+from fa3.kernel_spec import KernelSpec
 
 #: Kernel of a spec -> its module here and what compiles it there.
 _COMPILERS = {

@@ -30,9 +30,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from fa3.spec import DS_BUFFERS, WARPGROUP_THREADS, WGMMA_ROWS, BackwardSpec
+from fa3.backward_spec import DS_BUFFERS, BackwardSpec
+from fa3.spec import WARPGROUP_THREADS, WGMMA_ROWS
 
-from .forward import DTYPES, REGISTERS
+from .forward import DTYPES
 from .parts import barriers, copies, gradients, products, scores, softmax, tiles
 from .parts.backward_epilogue import KeyEpilogue
 from .parts.backward_producer import KeyProducer
@@ -51,6 +52,7 @@ from .parts.backward_work import (
 )
 from .parts.extras import extra_types, name_extra_numbers, score_factors
 from .parts.mask import Mask
+from .parts.registers import REGISTERS
 from .parts.work import Consumer, Load
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN

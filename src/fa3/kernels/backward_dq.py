@@ -25,15 +25,17 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from fa3.spec import WARPGROUP_THREADS, WGMMA_ROWS, QueryGradientSpec
+from fa3.backward_spec import QueryGradientSpec
+from fa3.spec import WARPGROUP_THREADS, WGMMA_ROWS
 
-from .forward import DTYPES, REGISTERS
+from .forward import DTYPES
 from .parts import barriers, copies, layout, products, query_scores, scores, softmax, tiles
 from .parts.backward_epilogue import write_tile
 from .parts.extras import extra_types, name_extra_numbers, score_factors
 from .parts.mask import Mask
 from .parts.producer import Producer
 from .parts.query_work import QueryLoads, QueryOperands, QueryPlace, QueryRows, QueryShared, QueryStore
+from .parts.registers import REGISTERS
 from .parts.work import Consumer, Extras, Load, Sizes, Work
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN

@@ -10,7 +10,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
-from fa3.spec import BACKWARD_GROUPS, WARPGROUP_THREADS, WGMMA_ROWS, FinishSpec
+from fa3.backward_spec import BACKWARD_GROUPS, FinishSpec
+from fa3.spec import WARPGROUP_THREADS, WGMMA_ROWS
 
 from .forward import DTYPES
 from .parts import barriers, copies, products

@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from fa3.spec import PrepareSpec
+from fa3.backward_spec import PrepareSpec
 
 from .forward import DTYPES
 from .parts.rows import VECTOR

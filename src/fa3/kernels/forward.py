@@ -12,6 +12,10 @@ does nothing else; off, warp 0 of the first consumer warpgroup issues them betwe
 others' products. ``overlap``: inside a warpgroup, the scores of tile j+1 are waited for while the PV
 product of tile j still runs, and the softmax of j+1 runs under it.
 
+In order: the launch, the roles of a block (`kernel`), a consumer (`attend`), its main loop (`attend_tile`), one step
+of it (`step`). Under `parts` are what comes before the first tile (`setup`), the producer, the softmax of a step
+(`softmax_step`), what FP8 does differently (`fp8`), and the epilogue.
+
 Reference: FlashAttention-3, Shah et al. 2024, https://arxiv.org/abs/2407.08608, algorithms 1 and 2.
 """
 
@@ -25,48 +29,28 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from fa3.spec import FP8, FP8_KEYS, WARPGROUP_THREADS, WGMMA_ROWS, ForwardSpec
+from fa3.spec import FP8, INT8, WARPGROUP_THREADS, WGMMA_ROWS, ForwardSpec
 
-from .parts import (
-    barriers,
-    copies,
-    layout,
-    products,
-    ptx,
-    rows,
-    scaled_softmax,
-    scales,
-    scores,
-    softmax,
-    tiles,
-    transpose,
-)
+from .parts import barriers, layout, products, ptx, rows, scaled_softmax, scores, softmax, tiles
 from .parts.epilogue import Epilogue
 from .parts.extras import extra_types, name_extra_numbers, score_factors
 from .parts.fp8 import Fp8
-from .parts.mask import Mask
 from .parts.producer import Producer
-from .parts.work import Consumer, Extras, Load, Loads, Operands, PackedRows, Ring, Shared, Sizes, Store, Work
+from .parts.registers import REGISTERS, TRANSPOSING_REGISTERS
+from .parts.setup import Descriptors, Setup
+from .parts.softmax_step import SoftmaxStep
+from .parts.work import Consumer, Extras, GlobalRows, Loads, Operands, Shared, Sizes, Store, Work
 
-#: (producer, consumer) registers of a thread for each number of consumer warpgroups, in steps of 8. A block
-#: owns what its threads got at the launch (64 K over the threads, rounded down to 8 a thread), and what the
-#: producer gives up is all that the consumers can gain: a larger demand waits forever.
-REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160), 4: (32, 112)}
-#: The same where the producer's other warps transpose v.
-TRANSPOSING_REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
-for _consumers, (_producer, _consumer) in (*REGISTERS.items(), *TRANSPOSING_REGISTERS.items()):
-    _at_launch = min(65536 // (WARPGROUP_THREADS * (_consumers + 1)) // 8 * 8, 248)
-    assert _producer + _consumers * _consumer <= (_consumers + 1) * _at_launch
-
-DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, FP8: cutlass.Float8E4M3FN}
+DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, FP8: cutlass.Float8E4M3FN, INT8: cutlass.Int8}
 
 
-class ForwardKernel(Producer, Fp8, Epilogue):
+class ForwardKernel(Setup, Producer, SoftmaxStep, Fp8, Epilogue):
     """Host launch and device code of one ``ForwardSpec``."""
 
     def __init__(self, spec: ForwardSpec):
         self.spec = spec
         self.dtype, self.out_dtype = DTYPES[spec.dtype], DTYPES[spec.out_dtype or spec.dtype]
+        self.qk_dtype = DTYPES[spec.qk_dtype or spec.dtype]
         # The tensor core takes FP8 along the keys alone.
         self.v_major = OperandMajorMode.K if spec.fp8 else OperandMajorMode.MN
         self.transposes = spec.transpose_stages > 0
@@ -126,105 +110,23 @@ class ForwardKernel(Producer, Fp8, Epilogue):
         ``extra_types``, in its order.
         """
         numbers = name_extra_numbers(self.spec, extra_numbers)
-        packed_q = PackedRows(q, q_batch_stride, q_row_stride, q_head_stride, head_dim)
-        packed_out = PackedRows(out, out_batch_stride, out_row_stride, out_head_stride, head_dim_v)
-        q_view = copies.global_tensor(
-            self.dtype, q, (seqlen_q, head_dim, heads_q, batch), (q_row_stride, q_head_stride, q_batch_stride)
-        )
-        k_view = copies.global_tensor(
-            self.dtype, k, (seqlen_k, head_dim, heads_kv, batch), (k_row_stride, k_head_stride, k_batch_stride)
-        )
-        v_shape = (seqlen_k, head_dim_v, heads_kv, batch)
-        if const_expr(self.spec.fp8 and not self.transposes):
-            # Its keys are filled up with zeros.
-            v_shape = (head_dim_v, (seqlen_k + 15) // 16 * 16, heads_kv, batch)
-        v_view = copies.global_tensor(self.dtype, v, v_shape, (v_row_stride, v_head_stride, v_batch_stride))
-        out_view = copies.global_tensor(
-            self.out_dtype,
-            out,
-            (seqlen_q, head_dim_v, heads_q, batch),
-            (out_row_stride, out_head_stride, out_batch_stride),
-        )
-        if const_expr(not self.spec.fp8):
-            # The PV product sees V as its B operand, (head_dim_v, keys).
-            v_view = cute.make_tensor(v_view.iterator, cute.select(v_view.layout, mode=[1, 0, 2, 3]))
-
-        # Without a place of its own, the out tile of a warpgroup takes that of its q tile, and of no other's.
-        q_pitch, out_pitch = None, None
-        if const_expr(not self.spec.out_has_own_tile):
-            place = self.spec.q_out_bytes // self.groups
-            q_pitch, out_pitch = place * 8 // self.dtype.width, place * 8 // self.out_dtype.width
-        q_smem = copies.shared_layout(self.dtype, (WGMMA_ROWS, self.head_dim, self.groups), OperandMajorMode.K, q_pitch)
-        k_smem = copies.shared_layout(self.dtype, (self.tile_n, self.head_dim, self.stages), OperandMajorMode.K)
-        v_smem = copies.shared_layout(self.dtype, (self.head_dim_v, self.tile_n, self.stages), self.v_major)
-        out_shape = (WGMMA_ROWS, self.spec.out_columns, self.groups)
-        out_smem = copies.shared_layout(self.out_dtype, out_shape, OperandMajorMode.K, out_pitch)
-
-        qv_smem = copies.shared_layout(self.dtype, (WGMMA_ROWS, self.head_dim_v, self.groups), OperandMajorMode.K)
-        v_keys_smem = copies.shared_layout(self.dtype, (self.tile_n, self.head_dim_v, self.stages), OperandMajorMode.K)
-
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        store = cpasync.CopyBulkTensorTileS2GOp()
-        q_tma, q_tensor = copies.make_tma(load, q_view, q_smem)
-        k_tma, k_tensor = copies.make_tma(load, k_view, k_smem)
-        v_rows_smem = None
-        if const_expr(self.transposes):
-            v_rows_shape = (self.tile_n, self.head_dim_v, self.v_stages)
-            v_rows_smem = copies.shared_layout(self.dtype, v_rows_shape, OperandMajorMode.K)
-        v_tma, v_tensor = copies.make_tma(load, v_view, v_rows_smem if const_expr(self.transposes) else v_smem)
-        out_tma, out_tensor = copies.make_tma(store, out_view, out_smem)
-        qv_tma, qv_tensor = None, None
-        if const_expr(self.spec.qv):
-            qv_address, qv_batch_stride, qv_row_stride, qv_head_stride = numbers["qv"]
-            qv_view = copies.global_tensor(
-                self.dtype,
-                qv_address,
-                (seqlen_q, head_dim_v, heads_q, batch),
-                (qv_row_stride, qv_head_stride, qv_batch_stride),
-            )
-            qv_tma, qv_tensor = copies.make_tma(load, qv_view, qv_smem)
-
-        # Packed, the query heads of a K/V head are one head of tiles.
-        group = heads_q // heads_kv
-        heads, tile_rows, in_one = heads_q, seqlen_q, Int32(1)
-        if const_expr(self.spec.pack_gqa):
-            heads, tile_rows, in_one, group = heads_kv, seqlen_q * group, group, Int32(1)
-        m_blocks = (tile_rows + self.tile_m - 1) // self.tile_m
-        # Under a causal mask the first tile is the one that is not full, for it is the shortest.
-        first_row = Int32(0)
-        if const_expr(self.spec.causal and not self.spec.pack_gqa):
-            first_row = -((m_blocks * self.tile_m - tile_rows) // WGMMA_ROWS * WGMMA_ROWS)
-        left, right, chunk = numbers["window"]
-        sizes = Sizes(
-            batch, tile_rows, first_row, heads, group, in_one, m_blocks, section, levels, m_blocks * heads * batch,
-            Mask(seqlen_q, seqlen_k, left, right, chunk),
-        )  # fmt: skip
+        q_rows = GlobalRows(q, q_batch_stride, q_row_stride, q_head_stride, head_dim)
+        k_rows = GlobalRows(k, k_batch_stride, k_row_stride, k_head_stride, head_dim)
+        v_rows = GlobalRows(v, v_batch_stride, v_row_stride, v_head_stride, head_dim_v)
+        out_rows = GlobalRows(out, out_batch_stride, out_row_stride, out_head_stride, head_dim_v)
+        qv_rows = GlobalRows(*numbers["qv"], head_dim_v) if const_expr(self.spec.qv) else None
+        queries, keys = (seqlen_q, heads_q, batch), (seqlen_k, heads_kv, batch)
+        sizes = self.sizes(batch, seqlen_q, seqlen_k, heads_q, heads_kv, section, levels, numbers["window"])
         tanh_factor, mod_factor, scale = score_factors(self.spec, numbers["softcap"], softmax_scale)
         extras = Extras(
             sink, sink_bytes, tanh_factor, mod_factor, numbers["score_aux"], numbers["mask_aux"], numbers["blocks"],
             numbers["scales"],
         )  # fmt: skip
         self.kernel(
-            q_tma,
-            q_tensor,
-            k_tma,
-            k_tensor,
-            v_tma,
-            v_tensor,
-            out_tma,
-            out_tensor,
-            qv_tma,
-            qv_tensor,
-            packed_q,
-            packed_out,
+            self.descriptors(q_rows, k_rows, v_rows, out_rows, qv_rows, queries, keys),
+            q_rows,
+            out_rows,
             lse,
-            q_smem,
-            k_smem,
-            v_smem,
-            out_smem,
-            qv_smem,
-            v_keys_smem,
-            v_rows_smem,
             sizes,
             extras,
             counter,
@@ -240,7 +142,7 @@ class ForwardKernel(Producer, Fp8, Epilogue):
 
     def qk_mma(self) -> cute.TiledMma:
         """S = Q K^T of one warpgroup, both operands from shared memory."""
-        return products.make_mma(self.dtype, self.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
+        return products.make_mma(self.qk_dtype, self.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
 
     def pv_mma(self) -> cute.TiledMma:
         """O += P V of one warpgroup, P from registers, V with its columns contiguous, of FP8 with its keys."""
@@ -251,26 +153,10 @@ class ForwardKernel(Producer, Fp8, Epilogue):
     @cute.kernel
     def kernel(
         self,
-        q_tma: cute.CopyAtom,
-        q_tensor: cute.Tensor,
-        k_tma: cute.CopyAtom,
-        k_tensor: cute.Tensor,
-        v_tma: cute.CopyAtom,
-        v_tensor: cute.Tensor,
-        out_tma: cute.CopyAtom,
-        out_tensor: cute.Tensor,
-        qv_tma: cute.CopyAtom | None,
-        qv_tensor: cute.Tensor | None,
-        packed_q: PackedRows,
-        packed_out: PackedRows,
+        descriptors: Descriptors,
+        packed_q: GlobalRows,
+        packed_out: GlobalRows,
         lse: Int64,
-        q_smem: cute.ComposedLayout,
-        k_smem: cute.ComposedLayout,
-        v_smem: cute.ComposedLayout,
-        out_smem: cute.ComposedLayout,
-        qv_smem: cute.ComposedLayout,
-        v_keys_smem: cute.ComposedLayout,
-        v_rows_smem: cute.ComposedLayout | None,
         sizes: Sizes,
         extras: Extras,
         counter: Int64,
@@ -284,127 +170,26 @@ class ForwardKernel(Producer, Fp8, Epilogue):
         group_index = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
 
         if warp_index == 0:
-            for atom in (q_tma, k_tma, v_tma, out_tma, qv_tma):
-                if const_expr(atom is not None):
-                    cpasync.prefetch_descriptor(atom)
+            for descriptor in descriptors:
+                if const_expr(descriptor is not None):
+                    cpasync.prefetch_descriptor(descriptor.tma)
 
-        q_elements, out_elements = cute.cosize(q_smem), cute.cosize(out_smem)
-        if const_expr(not spec.out_has_own_tile):
-            q_elements = self.spec.q_out_bytes * 8 // self.dtype.width
-            out_elements = 0
-        ones_shape = (products.SUM_COLUMNS, FP8_KEYS, 1)
-        ones_smem = copies.shared_layout(self.dtype, ones_shape, OperandMajorMode.K) if const_expr(spec.fp8) else None
-        v_rows_elements = cute.cosize(v_rows_smem) if self.transposes else 0
-
-        @cute.struct
-        class SharedStorage:
-            q_full: cute.struct.MemRange[Int64, self.groups]
-            q_empty: cute.struct.MemRange[Int64, self.groups]
-            k_full: cute.struct.MemRange[Int64, self.stages]
-            k_empty: cute.struct.MemRange[Int64, self.stages]
-            v_full: cute.struct.MemRange[Int64, self.stages]
-            v_empty: cute.struct.MemRange[Int64, self.stages]
-            v_rows_full: cute.struct.MemRange[Int64, spec.transpose_stages]
-            v_rows_empty: cute.struct.MemRange[Int64, spec.transpose_stages]
-            tile_full: cute.struct.MemRange[Int64, tiles.SLOTS]
-            tile_empty: cute.struct.MemRange[Int64, tiles.SLOTS]
-            tile_slots: cute.struct.MemRange[Int32, 3 * tiles.SLOTS]
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, q_elements], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_smem)], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_smem)], 1024]
-            ones: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ones_smem) if spec.fp8 else 0], 1024]
-            v_rows: cute.struct.Align[cute.struct.MemRange[self.dtype, v_rows_elements], 1024]
-            out: cute.struct.Align[cute.struct.MemRange[self.out_dtype, out_elements], 1024]
-            qv: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(qv_smem) if spec.qv else 0], 1024]
-
-        storage = cutlass.utils.SmemAllocator().allocate(SharedStorage)
-        out_storage = storage.out if const_expr(spec.out_has_own_tile) else storage.q
-        shared = Shared(
-            storage.q.get_tensor(q_smem.outer, swizzle=q_smem.inner),
-            storage.k.get_tensor(k_smem.outer, swizzle=k_smem.inner),
-            storage.v.get_tensor(v_smem.outer, swizzle=v_smem.inner),
-            out_storage.get_tensor(out_smem.outer, swizzle=out_smem.inner, dtype=self.out_dtype),
-            storage.qv.get_tensor(qv_smem.outer, swizzle=qv_smem.inner) if const_expr(spec.qv) else None,
-            # The same bytes as v: the columns of a key lie along a row of the swizzle in both, so both orders agree.
-            storage.v.get_tensor(v_keys_smem.outer, swizzle=v_keys_smem.inner) if const_expr(spec.qv) else None,
-            storage.v_rows.get_tensor(v_rows_smem.outer, swizzle=v_rows_smem.inner)
-            if const_expr(self.transposes)
-            else None,
-            storage.ones.get_tensor(ones_smem.outer, swizzle=ones_smem.inner) if const_expr(spec.fp8) else None,
-        )
+        layouts = self.layouts()
+        storage = self.allocate(layouts)
+        shared = self.shared_tiles(storage, layouts)
         extras = extras._replace(
             score_aux=scores.make_aux(spec.score_aux, extras.score_aux),
             mask_aux=scores.make_aux(spec.mask_aux, extras.mask_aux),
         )
-        q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
-        k_full, k_empty = storage.k_full.data_ptr(), storage.k_empty.data_ptr()
-        v_ready = Ring(storage.v_full.data_ptr(), storage.v_empty.data_ptr())
-        v_full, v_empty = v_ready.full, v_ready.empty
-        if const_expr(self.transposes):
-            v_full, v_empty = storage.v_rows_full.data_ptr(), storage.v_rows_empty.data_ptr()
-        transposers = transpose.WARPS if self.transposes else 0
-        supply = tiles.Supply(
-            counter,
-            sizes.tiles,
-            blocks,
-            storage.tile_slots.get_tensor(cute.make_layout((3, tiles.SLOTS))),
-            storage.tile_full.data_ptr(),
-            storage.tile_empty.data_ptr(),
-        )
-
+        rings = self.rings(storage)
+        supply = self.supply(storage, counter, sizes.tiles, blocks)
         if warp_index == 0:
-            with cute.arch.elect_one():
-                for g in cutlass.range_constexpr(self.groups):
-                    cute.arch.mbarrier_init(q_full + g, 2 if spec.qv else 1)
-                    # The four warps that read it release a q tile; but one that out takes the place of is
-                    # free only when the out tile has left, and the warp that sent that says so.
-                    cute.arch.mbarrier_init(q_empty + g, 4 if spec.out_has_own_tile else 1)
-                for s in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(k_full + s, 1)
-                    cute.arch.mbarrier_init(v_ready.full + s, transposers or 1)
-                    # Every consumer warp releases a stage for itself.
-                    cute.arch.mbarrier_init(k_empty + s, 4 * self.groups)
-                    cute.arch.mbarrier_init(v_ready.empty + s, 4 * self.groups)
-                for s in cutlass.range_constexpr(spec.transpose_stages):
-                    cute.arch.mbarrier_init(v_full + s, 1)
-                    cute.arch.mbarrier_init(v_empty + s, transposers)
-                for s in cutlass.range_constexpr(tiles.SLOTS):
-                    cute.arch.mbarrier_init(supply.full + s, 1)
-                    cute.arch.mbarrier_init(supply.empty + s, 4 * self.groups + transposers)
-            cute.arch.mbarrier_init_fence()
+            self.init_barriers(rings, supply)
         if const_expr(spec.fp8):
-            if thread < cute.cosize(ones_smem) // 4:
-                word = cute.make_tensor(cute.recast_ptr(storage.ones.data_ptr(), dtype=Int32) + thread, 1)
-                word[0] = Int32(0x38383838)  # 1.0 four times
-            # Visible to the tensor core.
-            cute.arch.fence_proxy("async.shared", space="cta")
+            self.write_ones(thread, storage.ones.data_ptr(), cute.cosize(layouts.ones))
         cute.arch.sync_threads()
-
-        # Tiles of the global tensors: (rows, columns, tile, head, batch).
-        q_tiles = cute.local_tile(q_tensor, (WGMMA_ROWS, self.head_dim), (None, 0, None, None))
-        k_tiles = cute.local_tile(k_tensor, (self.tile_n, self.head_dim), (None, 0, None, None))
-        v_in_shared, v_tile_smem = shared.v, v_smem
-        if const_expr(self.transposes):
-            v_tiles = cute.local_tile(v_tensor, (self.tile_n, self.head_dim_v), (None, 0, None, None))
-            v_in_shared, v_tile_smem = shared.v_rows, v_rows_smem
-        else:
-            v_tiles = cute.local_tile(v_tensor, (self.head_dim_v, self.tile_n), (0, None, None, None))
-        out_tiles = cute.local_tile(out_tensor, (WGMMA_ROWS, spec.out_columns), (None, None, None, None))
-        qv_load = None
-        if const_expr(spec.qv):
-            # Arrives at the barrier of q.
-            qv_tiles = cute.local_tile(qv_tensor, (WGMMA_ROWS, self.head_dim_v), (None, 0, None, None))
-            qv_parts = copies.partition(qv_tma, shared.qv, qv_tiles)
-            qv_load = Load(qv_tma, *qv_parts, q_full, q_empty, self.tile_bytes(qv_smem))
-        loads = Loads(
-            Load(q_tma, *copies.partition(q_tma, shared.q, q_tiles), q_full, q_empty, self.tile_bytes(q_smem)),
-            Load(k_tma, *copies.partition(k_tma, shared.k, k_tiles), k_full, k_empty, self.tile_bytes(k_smem)),
-            Load(v_tma, *copies.partition(v_tma, v_in_shared, v_tiles), v_full, v_empty, self.tile_bytes(v_tile_smem)),
-            qv_load,
-            packed_q,
-            v_ready,
-        )
-        store_out = Store(out_tma, *copies.partition(out_tma, shared.out, out_tiles), packed_out, lse)
+        loads = self.loads(descriptors, layouts, shared, rings, packed_q)
+        store_out = self.store_of(descriptors.out, shared, packed_out, lse)
 
         if const_expr(spec.warp_specialized):
             registers = TRANSPOSING_REGISTERS if self.transposes else REGISTERS
@@ -531,9 +316,12 @@ class ForwardKernel(Producer, Fp8, Epilogue):
 
             last = work.position + end - 1
             barriers.wait_full(loads.v_ready.full, last, self.stages)
-            self.issue_pv(operands, last, end - first)
-            warpgroup.wait_group(0)
-            self.finish_pv(operands, state, loads, last, end - first, last=True)
+            if const_expr(self.spec.parts > 1):
+                self.add_pv_in_parts(operands, state, loads, last)
+            else:
+                self.issue_pv(operands, last, end - first)
+                warpgroup.wait_group(0)
+                self.finish_pv(operands, state, loads, last, end - first, last=True)
         elif const_expr(self.spec.out_has_own_tile and not self.spec.pack_gqa):
             barriers.release(loads.q.empty + me.group, work.done, 1)
         if const_expr(self.mask == "window"):
@@ -634,7 +422,10 @@ class ForwardKernel(Producer, Fp8, Epilogue):
         k_tile = self.tile_at(operands.k, position)
         if const_expr(self.spec.pingpong):
             barriers.take_turn(me.group)
-        products.issue(self.qk_mma(), operands.scores, operands.q, k_tile, accumulate=False)
+        if const_expr(self.spec.parts > 1 and not first):
+            self.add_pv_in_parts(operands, state, loads, position - 1)
+        raw_scores = operands.int_scores if const_expr(self.spec.qk_dtype) else operands.scores
+        products.issue(self.qk_mma(), raw_scores, operands.q, k_tile, accumulate=False)
         if const_expr(self.spec.qv):
             v_keys = self.tile_at(operands.v_keys, position)
             products.issue(self.qk_mma(), operands.scores, operands.qv, v_keys, accumulate=True)
@@ -642,21 +433,28 @@ class ForwardKernel(Producer, Fp8, Epilogue):
         # Those of FP8 come and go so fast that all groups would then do softmax at once.
         if const_expr(self.spec.pingpong and not self.spec.fp8):
             barriers.give_turn(me.group, self.groups)
-        if const_expr(not first):
+        if const_expr(not first and self.spec.parts == 1):
             self.issue_pv(operands, position - 1, count)
 
         # With overlap only the scores are waited for: PV runs on under the softmax.
-        warpgroup.wait_group(1 if const_expr(self.spec.overlap and not first) else 0)
+        under = self.spec.overlap and not first and self.spec.parts == 1
+        warpgroup.wait_group(1 if const_expr(under) else 0)
         if const_expr(self.spec.pingpong and self.spec.fp8):
             barriers.give_turn(me.group, self.groups)
         barriers.release(loads.k.empty, position, self.stages)
+        if const_expr(self.spec.qk_dtype):
+            products.to_float(operands.int_scores, operands.scores)
         moved = self.softmax_step(work, me, operands.scores, state, step, masked, factors, scale_log2, first)
 
         if const_expr(self.spec.fp8):
             self.look_ahead(loads, operands, position)
-            products.round_to_fp8(operands.scores, operands.next_p)
+            if const_expr(self.spec.parts == 1):
+                products.round_to_fp8(operands.scores, operands.next_p)
         # At the first step the output is still zero: the references may move without a rescale.
-        if const_expr(not first):
+        if const_expr(not first and self.spec.parts > 1):
+            if moved:
+                self.follow_references(operands, state)
+        elif const_expr(not first):
             if const_expr(self.spec.overlap and self.spec.fp8):
                 ptx.keep_words_before_here(products.any_of(operands.next_p))
             elif const_expr(self.spec.overlap):
@@ -701,76 +499,6 @@ class ForwardKernel(Producer, Fp8, Epilogue):
     def tile_at(self, operand: cute.Tensor, position: Int32) -> cute.Tensor:
         """The tile of a B operand in the stage of ``position``."""
         return operand[None, None, None, barriers.stage_of(position, self.stages)]
-
-    @cute.jit
-    def softmax_step(
-        self,
-        work: Work,
-        me: Consumer,
-        raw_scores: cute.Tensor,
-        state: softmax.State,
-        step: Int32,
-        masked: Boolean | bool,
-        factors: scales.Factors | None,
-        scale_log2: Float32,
-        first: cutlass.Constexpr,
-    ) -> Boolean:
-        """Turn scores into probabilities and bring the softmax state up to date.
-
-        Returns whether the output must be rescaled by the state's factors; the same in all lanes of a warp.
-        """
-        view = layout.rows_and_columns(raw_scores)
-        extras = work.extras
-        if const_expr(self.spec.fp8):
-            # The scales join the first factor that there is.
-            if const_expr(self.spec.softcap):
-                extras = extras._replace(tanh_factor=extras.tanh_factor * factors.scores)
-            elif const_expr(self.score_mod is not None):
-                extras = extras._replace(mod_factor=extras.mod_factor * factors.scores)
-        if const_expr(self.spec.softcap):
-            scores.cap(view, extras.tanh_factor)
-        if const_expr(self.score_mod is not None):
-            queries, heads, first_key = self.place_of_scores(work, me, step)
-            scores.modify(
-                self.score_mod, view, extras.mod_factor, work.batch_index, heads, queries, first_key, extras.score_aux
-            )
-        if const_expr(isinstance(masked, bool)):
-            if const_expr(masked):
-                self.hide(work, me, view, step)
-        elif masked:
-            self.hide(work, me, view, step)
-        if const_expr(self.spec.fp8):
-            largest = softmax.row_max_bits(cute.recast_tensor(view, Int32))
-            moved = state.exceeded(largest)
-            if moved:
-                threshold = scaled_softmax.FIRST_THRESHOLD if first else self.spec.rescale_threshold
-                state.move_to(view, largest, scale_log2, threshold)
-            state.exponentiate_with(view, scale_log2, factors)
-        else:
-            moved = state.must_move(view)
-            if moved:
-                state.move(view, self.spec.rescale_threshold)
-            state.exponentiate(view)
-        return moved
-
-    @cute.jit
-    def place_of_scores(
-        self, work: Work, me: Consumer, step: Int32
-    ) -> tuple[tuple[Int32, Int32], tuple[Int32, Int32], Int32]:
-        """Queries and heads of the thread's two rows, and the key of its first column."""
-        upper, lower = self.rows_of(work, me)
-        packed, group = self.spec.pack_gqa, work.sizes.group
-        queries = rows.query_of(upper, group, packed), rows.query_of(lower, group, packed)
-        heads = rows.head_of(upper, work.head, group, packed), rows.head_of(lower, work.head, group, packed)
-        return queries, heads, self.key_tile_of(work, step) * self.tile_n + layout.first_column(me.lane)
-
-    @cute.jit
-    def hide(self, work: Work, me: Consumer, view: cute.Tensor, step: Int32):
-        """Set the scores of keys that a row does not see to -inf."""
-        queries, heads, first_key = self.place_of_scores(work, me, step)
-        if const_expr(self.mask_mod is not None):
-            scores.hide(self.mask_mod, view, work.batch_index, heads, queries, first_key, work.extras.mask_aux)
-        work.sizes.mask.hide(view, queries, first_key, self.mask)
 
 
 def compile_forward(spec: ForwardSpec, options: str) -> Any:

@@ -20,6 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from fa3.e4m3 import LARGEST_AMAX, SMALLEST_AMAX, round_up_bits
 from fa3.spec import SHARED_MEMORY_PER_BLOCK, WARP_VALUES, QuantizeSpec
 
 from .forward import DTYPES
@@ -27,19 +28,12 @@ from .parts import angles as kept_angles
 from .parts import ptx, rotation
 from .parts.rows import VECTOR
 
-#: What a smaller amax counts as (`fa3.quantization.SMALLEST_AMAX` says why).
-SMALLEST_AMAX = 2.0**-40
-#: The largest float32 number that is a power of two times 448.
-LARGEST_AMAX = 448.0 * 2.0**119
-
 
 @cute.jit
 def round_up_amax(amax: Float32) -> Float32:
     """The smallest power of two times 448 that is at least ``amax``, as `fa3.quantization.round_up_amax`."""
     bounded = -cute.arch.fmax(-amax, Float32(-LARGEST_AMAX))
-    # 448 is 1.75 * 2^8: a fraction above 1.75 goes to the next exponent, every other up to 1.75.
-    bits = ((bounded.bitcast(Int32) + 0x1FFFFF) & 0x7F800000) | 0x600000
-    return bits.bitcast(Float32)
+    return round_up_bits(bounded.bitcast(Int32)).bitcast(Float32)
 
 
 #: Further than any row is; a sum with a row is an Int32 still.

@@ -7,7 +7,8 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
-from fa3.spec import WGMMA_ROWS, BackwardSpec
+from fa3.backward_spec import BackwardSpec
+from fa3.spec import WGMMA_ROWS
 
 from . import barriers, products
 from .backward_work import KeyWork

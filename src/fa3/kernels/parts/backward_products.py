@@ -7,7 +7,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from fa3.spec import DS_BUFFERS, WGMMA_ROWS, BackwardSpec
+from fa3.backward_spec import DS_BUFFERS, BackwardSpec
+from fa3.spec import WGMMA_ROWS
 
 from . import barriers, layout, products
 from .backward_work import KeyBarriers, KeyOperands, KeyShared

@@ -9,7 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from fa3.spec import WGMMA_ROWS, BackwardSpec
+from fa3.backward_spec import BackwardSpec
+from fa3.spec import WGMMA_ROWS
 
 from . import gradients, layout
 from .backward_work import KeyWork

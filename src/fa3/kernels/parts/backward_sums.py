@@ -6,7 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from fa3.spec import BLOCK, BackwardSpec
+from fa3.backward_spec import BackwardSpec
+from fa3.spec import BLOCK
 
 from . import barriers, ptx, tiles
 from .backward_work import KeyBarriers, KeyExtras, KeyShared, KeySizes, KeyWork, Rows

@@ -7,7 +7,8 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64
 
-from fa3.spec import BackwardSpec, ForwardSpec, QueryGradientSpec
+from fa3.backward_spec import BackwardSpec, QueryGradientSpec
+from fa3.spec import ForwardSpec
 
 from .scales import SCALE_TYPES
 

@@ -10,8 +10,7 @@ place, are the probabilities' operand without any shuffle.
 
 That of an 8-bit WGMMA, with 32 columns to a step, gives a thread four neighbouring columns, ``4 * (lane % 4)`` on, of
 each 16. The order of keys is of no matter to the sum over them, so the second operand brings its keys in the order in
-which threads hold the scores: slot ``4 * t + j`` of 16 is key ``2 * t + j`` for j below 2, and ``6 + 2 * t + j`` from
-there on.
+which threads hold the scores (`fa3.e4m3.key_of_slot`).
 """
 
 import cutlass

@@ -17,11 +17,14 @@ def make_mma(
     b_major: OperandMajorMode,
     a_major: OperandMajorMode = OperandMajorMode.K,
 ) -> cute.TiledMma:
-    """64 x ``columns`` x 16 WGMMA with float32 accumulation, of FP8 x 32 with about 14 bits of it.
+    """64 x ``columns`` x 16 WGMMA with float32 accumulation; of FP8 x 32 with about 14 bits of it, of int8 in int32.
 
     Made anew at each use: its accumulate flag is state of the object, which must not cross the boundary of a
     staged loop.
     """
+    if dtype is cutlass.Int8:
+        shape = (WGMMA_ROWS, columns, 32)
+        return cute.make_tiled_mma(warpgroup.MmaI8Op(dtype, dtype, Int32, shape, a_source, a_major, b_major))
     if dtype.width == 8:
         shape = (WGMMA_ROWS, columns, 32)
         return cute.make_tiled_mma(warpgroup.MmaF8Op(dtype, dtype, Float32, shape, a_source, a_major, b_major))
@@ -71,6 +74,14 @@ def issue_with_row_sums(
         cute.gemm(sums_mma, sums, a[None, None, k], ones[None, None, 0, 0], sums)
         sums_mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
+
+
+@cute.jit
+def to_float(values: cute.Tensor, target: cute.Tensor):
+    """target = values, int32 registers in float32."""
+    source, floats = layout.flat(values), layout.flat(target)
+    for i in cutlass.range_constexpr(cute.size(floats)):
+        floats[i] = Float32(source[i])
 
 
 @cute.jit

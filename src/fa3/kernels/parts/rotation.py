@@ -10,8 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-#: Largest magnitude of e4m3.
-E4M3_MAX = 448.0
+from fa3.e4m3 import E4M3_MAX, key_of_slot
 
 #: The two sign bits of a pair of 16-bit floats, and the one of a float32.
 _SIGNS_OF_PAIR = 0x80008000 - 2**32
@@ -184,9 +183,5 @@ def inverse_of(amax: Float32, reciprocal: cutlass.Constexpr) -> Float32:
 
 @cute.jit
 def key_of_slots(word: Int32, index: cutlass.Constexpr) -> Int32:
-    """The key in slot ``4 * word + index`` of V^T.
-
-    A thread of a warpgroup's accumulator has keys 2t, 2t + 1, 8 + 2t and 9 + 2t of a row of scores; as an A operand of
-    e4m3 it has four neighbours.
-    """
-    return 16 * (word // 4) + 2 * (word % 4) + index % 2 + 8 * (index // 2)
+    """The key in slot ``4 * word + index`` of V^T."""
+    return key_of_slot(word, index)

@@ -13,7 +13,7 @@ from fa3.spec import WARPGROUP_THREADS, WGMMA_ROWS
 
 from . import barriers
 from .softmax import LOG2_E
-from .work import Consumer, PackedRows, Work
+from .work import Consumer, GlobalRows, Work
 
 #: Elements of 16 bits that one thread moves at once: 16 bytes.
 VECTOR = 8
@@ -48,7 +48,7 @@ def tiled_copy(columns: int, dtype: type[cutlass.Numeric]) -> tuple[cute.TiledCo
 
 @cute.jit
 def _in_memory(
-    dtype: cutlass.Constexpr, rows: PackedRows, work: Work, row: Int32, column: Int32
+    dtype: cutlass.Constexpr, rows: GlobalRows, work: Work, row: Int32, column: Int32
 ) -> tuple[cute.Tensor, cutlass.Boolean]:
     """The 8 elements of a row from ``column`` on, and whether they exist."""
     group = work.sizes.group
@@ -65,7 +65,7 @@ def _in_memory(
 def load_packed(
     dtype: cutlass.Constexpr,
     columns: cutlass.Constexpr,
-    rows: PackedRows,
+    rows: GlobalRows,
     work: Work,
     me: Consumer,
     target: cute.Tensor,
@@ -97,7 +97,7 @@ def load_packed(
 def store_packed(
     dtype: cutlass.Constexpr,
     columns: cutlass.Constexpr,
-    rows: PackedRows,
+    rows: GlobalRows,
     work: Work,
     me: Consumer,
     source: cute.Tensor,

@@ -15,13 +15,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from fa3.e4m3 import E4M3_MAX
+
 from . import softmax
 from .layout import ROWS_PER_THREAD
 from .scales import Factors
 
-#: Largest probability in log2 units: e4m3 reaches 448.
-ROOM = math.log2(448.0)
-
+#: Largest probability in log2 units.
+ROOM = math.log2(E4M3_MAX)
 
 #: Threshold of the first tile of keys: the scores of those to come may well be larger, and then need not move anything.
 #: Wherever the largest score comes later, the reference has moved to it by the threshold of the spec.

@@ -89,8 +89,8 @@ class Ring(NamedTuple):
     empty: cute.Pointer
 
 
-class PackedRows(NamedTuple):
-    """A (batch, seqlen, heads, columns) tensor in global memory whose rows are moved by threads."""
+class GlobalRows(NamedTuple):
+    """A (batch, seqlen, heads, columns) tensor in global memory: its address, and strides in elements."""
 
     address: Int64
     batch_stride: Int64
@@ -106,7 +106,7 @@ class Loads(NamedTuple):
     k: Load
     v: Load
     qv: Load | None
-    packed_q: PackedRows
+    packed_q: GlobalRows
     #: Stages of v as the products read it: those of ``v``, or of its transposed tiles.
     v_ready: Ring
 
@@ -117,7 +117,7 @@ class Store(NamedTuple):
     tma: cute.CopyAtom
     source: cute.Tensor
     target: cute.Tensor
-    packed: PackedRows
+    packed: GlobalRows
     lse: Int64
 
 
@@ -150,6 +150,8 @@ class Operands(NamedTuple):
     scores: cute.Tensor
     output: cute.Tensor
     # Of FP8:
+    #: The products of q and k in int8, which become the scores.
+    int_scores: cute.Tensor | None = None
     #: What the PV products add up to: the output, or a part of it that is added to it in float32 now and then.
     partial: cute.Tensor | None = None
     #: V in parts of its columns, if the products take it so.
