@@ -58,10 +58,10 @@ def quantize(
     factor: Float32,
     spec: cutlass.Constexpr,
 ):
-    """All that the kernel does for a tensor, one block of rows of a head after the other.
+    """All that the kernel does for a tensor, the rows that share a scale one after the other.
 
     addresses (6) int64: x, out, scale, amax, cos, sin. sizes (13): batch, seqlen, heads, first position, heads per
-    block (all), strides of x, out and amax. words (8): signs. scratch: (2, threads, values) float32.
+    block (all), strides of x, out and amax. words (8): signs. scratch: (2, split * threads, values) float32.
     """
     of_tensors = table(addresses, Int64, (6,))
     sizes, given = table(sizes_address, Int32, (13,)), table(words_address, Int32, (8,))
@@ -85,43 +85,48 @@ class OnHost(QuantizeKernel):
     def all_blocks(self, call: Call, batch: Int32, signs: tuple, scratch: Int64):
         row_blocks = (call.seqlen + self.spec.rows - 1) // self.spec.rows
         for index in cutlass.range(batch * row_blocks * call.heads, unroll=1):
-            rest = index // call.heads
-            row_block = rest % row_blocks
-            block = self.first_block(call, rest // row_blocks, index % call.heads, row_block)
-            self.one_block(call, block, signs, scratch)
+            self.one_block(call, index, row_blocks, signs, scratch)
 
     @cute.jit
-    def one_block(self, call: Call, block: Block, signs: tuple, scratch: Int64):
-        shared = table(scratch, Float32, (2, self.spec.threads, self.values))
-        for thread in cutlass.range(self.spec.threads, unroll=1):
+    def block_of(self, call: Call, index: Int32, row_blocks: Int32, part: Int32) -> Block:
+        rest = index // call.heads
+        number = rest % row_blocks * self.spec.split + part
+        return self.first_block(call, rest // row_blocks, index % call.heads, number)
+
+    @cute.jit
+    def one_block(self, call: Call, index: Int32, row_blocks: Int32, signs: tuple, scratch: Int64):
+        """All thread blocks of one block of rows: thread t is number t % threads of the thread block t // threads."""
+        threads = self.spec.threads
+        shared = table(scratch, Float32, (2, self.spec.split * threads, self.values))
+        for number in cutlass.range(self.spec.split * threads, unroll=1):
+            block, thread = self.block_of(call, index, row_blocks, number // threads), number % threads
             raw = cute.make_rmem_tensor((8, self.values // 8), self.dtype)
             raw.fill(0.0)
             self.load(call, block, thread, call.seqlen, raw)
-            flips, angles, masks = self.flips_of(signs, thread), None, None
+            flips, angles = self.flips_of(signs, thread), None
             if const_expr(self.spec.rope):
-                angles = cute.make_rmem_tensor((4, self.angles.words // 4), Float32)
-                if const_expr(self.spec.rotate):
-                    masks = cute.make_rmem_tensor((4, self.angles.mask_words // 4), Int32)
-                self.load_angles(call, block, thread, flips, angles, masks)
-            self.keep(shared, 0, thread, self.first_values(raw, angles, masks, flips))
+                angles = self.load_angles(call, block, thread, flips)
+                flips = self.angles.flips_of_second(flips)
+            self.keep(shared, 0, number, self.first_values(raw, angles, flips))
         if const_expr(self.spec.rotate):
             for stage in cutlass.range_constexpr(len(self.stages)):
-                for thread in cutlass.range(self.spec.threads, unroll=1):
-                    self.keep(shared, (stage + 1) % 2, thread, self.after_stage(shared, stage, thread))
+                for number in cutlass.range(self.spec.split * threads, unroll=1):
+                    self.keep(shared, (stage + 1) % 2, number, self.after_stage(shared, stage, number))
         last = len(self.stages) % 2 if self.spec.rotate else 0
         amax = Float32(0.0)
-        for thread in cutlass.range(self.spec.threads, unroll=1):
-            values = self.kept(shared, last, thread)
+        for number in cutlass.range(self.spec.split * threads, unroll=1):
+            values = self.kept(shared, last, number)
             amax = cute.arch.fmax(amax, rotation.largest_finite(values))
-            self.keep(shared, last, thread, values)
+            self.keep(shared, last, number, values)
         if const_expr(self.spec.scales == "amax"):
-            of_head = self.float32(block.amax)
+            of_head = self.float32(self.block_of(call, index, row_blocks, 0).amax)
             of_head[0] = cute.arch.fmax(of_head[0], amax)
         else:
             if const_expr(self.spec.scales == "given"):
-                amax = self.float32(block.amax)[0]
-            for thread in cutlass.range(self.spec.threads, unroll=1):
-                self.round_and_store(call, block, thread, self.kept(shared, last, thread), amax)
+                amax = self.float32(self.block_of(call, index, row_blocks, 0).amax)[0]
+            for number in cutlass.range(self.spec.split * threads, unroll=1):
+                block = self.block_of(call, index, row_blocks, number // threads)
+                self.round_and_store(call, block, number % threads, self.kept(shared, last, number), amax)
 
     @cute.jit
     def after_stage(self, shared: cute.Tensor, stage: cutlass.Constexpr, thread: Int32) -> cute.Tensor:

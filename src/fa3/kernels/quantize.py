@@ -2,8 +2,10 @@
 
 `fa3.quantization` is the definition. It is bound by memory: 2 bytes are read and 1 written for each element, and all
 in between stays in float32 registers. A thread block has one block of rows of one head, or with a rotary embedding of
-several heads, one after the other: cos and sin of a thread's pairs, which are those of every head, wait in shared
-memory with the signs in them, and the elements of the next head are on their way while those of one are computed.
+several heads, one after the other: cos and sin of a thread's pairs, which are those of every head, stay in registers
+with the signs in them, and the elements of the next head are on their way while those of one are computed. Where that
+would be too many threads for two thread blocks to share a multiprocessor, so that one computes while the other waits,
+a cluster of thread blocks has the rows of a block (`fa3.kernels.parts.shared_amax`).
 
 One scale for a whole head takes two passes, since its amax must be known before the first element is rounded: the
 first only finds it, the second computes all again, which is cheaper than to store it.
@@ -21,12 +23,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from fa3.e4m3 import LARGEST_AMAX, SMALLEST_AMAX, round_up_bits
-from fa3.spec import SHARED_MEMORY_PER_BLOCK, WARP_VALUES, QuantizeSpec
+from fa3.spec import SHARED_MEMORY_PER_BLOCK, QuantizeSpec
 
 from .forward import DTYPES
 from .parts import angles as kept_angles
 from .parts import ptx, rotation
 from .parts.rows import VECTOR
+from .parts.shared_amax import SharedAmax
 
 
 @cute.jit
@@ -69,10 +72,11 @@ class Call(NamedTuple):
 class Block(NamedTuple):
     """Which rows of which head a thread block has in hand, and the addresses of what belongs to that head.
 
+    It is the ``part``-th of those that have the rows of a block.
     ``x``, ``out`` and ``amax`` are those of all its rows, ``scale`` that of this block's scale.
     """
 
-    row_block: Int32
+    part: Int32 | int
     first_row: Int32
     x: Int64
     out: Int64
@@ -91,13 +95,16 @@ class QuantizeKernel:
         self.spec = spec
         self.dtype = DTYPES[spec.dtype]
         self.values = spec.units * spec.held
+        #: Rows of a thread block.
+        self.rows = spec.rows // spec.split
+        self.shared_amax = SharedAmax(spec)
         #: So many thread blocks share a multiprocessor: one computes while another waits for its values, or for its
         #: other threads. A thread holds its values and 16 registers more, and of fp16 a few on top; with an embedding
-        #: also the elements of the next head.
+        #: as many angles too, and the elements of the next head.
         registers = self.values + 16 + (8 if spec.dtype == "fp16" and spec.rotate else 0)
         if spec.rope:
-            registers = 128 if self.values > 32 else 64 if spec.threads > 384 else 80
-        self.angles = kept_angles.Angles(spec, self.dtype)
+            registers = 128 if self.values > 16 else 80
+            self.angles = kept_angles.Angles(spec, self.dtype)
         self.blocks_per_sm = _blocks_per_sm(spec.threads // 32, registers)
         #: How much of the memory that L1 and shared memory are made of they need for it, in percent, with what CUDA
         #: keeps of each block's; the rest is for L1.
@@ -171,8 +178,9 @@ class QuantizeKernel:
         )
         self.kernel(call, signs, heads_per_block).launch(
             # Heads of the same rows run next to each other: they are neighbours in memory.
-            grid=[head_groups, row_blocks, batch],
+            grid=[head_groups, row_blocks * self.spec.split, batch],
             block=[self.spec.threads, 1, 1],
+            cluster=[1, self.spec.cluster, 1] if self.spec.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=self.blocks_per_sm,
             preferred_smem_carveout=self.carveout,
@@ -182,16 +190,9 @@ class QuantizeKernel:
     def kernel(self, call: Call, signs: tuple, heads_per_block: Int32):
         """One block of rows, of one or several heads."""
         thread, _, _ = cute.arch.thread_idx()
-        group, row_block, batch_index = cute.arch.block_idx()
+        group, number, batch_index = cute.arch.block_idx()
 
-        @cute.struct
-        class SharedStorage:
-            of_warps: cute.struct.MemRange[Int32, WARP_VALUES]
-            angles: cute.struct.Align[cute.struct.MemRange[Float32, self.spec.threads * self.angles.words], 16]
-            masks: cute.struct.Align[cute.struct.MemRange[Int32, self.spec.threads * self.angles.mask_words], 16]
-
-        storage = cutlass.utils.SmemAllocator().allocate(SharedStorage)
-        of_warps = storage.of_warps.get_tensor(cute.make_layout((32, 2)))
+        shared = self.shared_amax.storage(thread)
         raw = cute.make_rmem_tensor((VECTOR, self.values // VECTOR), self.dtype)
         # Loads write no rows that there are not.
         raw.fill(0.0)
@@ -199,29 +200,36 @@ class QuantizeKernel:
         if const_expr(self.spec.rope):
             first_head = group * heads_per_block
             heads = cutlass.min(call.heads - first_head, heads_per_block)
-            block = self.first_block(call, batch_index, first_head, row_block)
+            block = self.first_block(call, batch_index, first_head, number)
             steps = self.steps(call)
             self.load(call, block, thread, call.seqlen, raw)
-            angles = self.angles.of_thread(storage.angles, self.angles.words, thread)
-            masks = self.angles.of_thread(storage.masks, self.angles.mask_words, thread)
-            self.load_angles(call, block, thread, flips, angles, masks)
+            angles = self.load_angles(call, block, thread, flips)
+            flips = self.angles.flips_of_second(flips)
+            self.shared_amax.wait_for_start()
             for head in cutlass.range(heads, unroll=1):
-                values = self.first_values(raw, angles, masks, flips)
+                values = self.first_values(raw, angles, flips)
                 following = block.next(steps)
                 # Of the head after the last nothing is read.
                 self.load(call, following, thread, call.seqlen if head + 1 < heads else 0, raw)
-                self.quantize(call, block, thread, values, of_warps, head & 1)
+                self.quantize(call, block, thread, values, shared, head)
                 block = following
         else:
-            block = self.first_block(call, batch_index, group, row_block)
+            block = self.first_block(call, batch_index, group, number)
             self.load(call, block, thread, call.seqlen, raw)
-            self.quantize(call, block, thread, self.first_values(raw, None, None, flips), of_warps, 0)
+            self.shared_amax.wait_for_start()
+            self.quantize(call, block, thread, self.first_values(raw, None, flips), shared, Int32(0))
 
     @cute.jit
     def quantize(
-        self, call: Call, block: Block, thread: Int32, values: cute.Tensor, of_warps: cute.Tensor, buffer: Int32
+        self,
+        call: Call,
+        block: Block,
+        thread: Int32,
+        values: cute.Tensor,
+        shared: tuple,
+        turn: Int32,
     ):
-        """One block of rows of one head."""
+        """One block of rows of one head; ``turn`` counts heads from 0."""
         if const_expr(self.spec.rotate):
             rotation.hadamard(values, thread, self.stages)
         # With a given amax too: infinities become NaN.
@@ -229,7 +237,7 @@ class QuantizeKernel:
         if const_expr(self.spec.scales == "given"):
             amax = self.float32(block.amax)[0]
         else:
-            amax = self.largest_of_block(amax, thread, of_warps, buffer)
+            amax = self.shared_amax.find(amax, thread, block.part, shared, turn)
         if const_expr(self.spec.scales == "amax"):
             if thread == 0:
                 # Bits of floats that are not negative are in their order.
@@ -248,30 +256,19 @@ class QuantizeKernel:
         return [rotation.signs_of_piece(signs, i, thread % across, across, self.spec.piece) for i in range(self.pieces)]
 
     @cute.jit
-    def load_angles(
-        self, call: Call, block: Block, thread: Int32, flips: list, angles: cute.Tensor, masks: cute.Tensor | None
-    ):
-        """Bring what the thread keeps for the embeddings of all heads."""
-        rows = [block.first_row + self.row_of(thread, unit) for unit in range(self.spec.units)]
-        self.angles.load((call.cos, call.sin), call.first_position, rows, call.seqlen, thread, flips, angles)
-        self.angles.keep_masks(flips, masks)
-
-    def masks_of_piece(self, piece: int, masks: cute.Tensor | None, flips: list) -> list | None:
-        """What changes the signs of the elements of a piece, two by two, if anything does."""
-        if self.spec.rope:
-            return self.angles.masks_of_piece(masks, piece % self.pieces)
-        if not self.spec.rotate:
-            return None
-        return [rotation.mask_of_pair(flips[piece % self.pieces], i) for i in range(self.spec.piece // 2)]
+    def load_angles(self, call: Call, block: Block, thread: Int32, flips: list) -> cute.Tensor:
+        """What the thread keeps for the embeddings of all heads."""
+        row = block.first_row + self.row_of(thread, 0)
+        return self.angles.load((call.cos, call.sin), call.first_position, row, call.seqlen, thread, flips)
 
     @cute.jit
-    def first_values(
-        self, raw: cute.Tensor, angles: cute.Tensor | None, masks: cute.Tensor | None, flips: list
-    ) -> cute.Tensor:
+    def first_values(self, raw: cute.Tensor, angles: cute.Tensor | None, flips: list) -> cute.Tensor:
         """The thread's values in float32, embedded, with their signs, and transformed inside each piece.
 
-        Piece by piece, or with an embedding that pairs halves of a row two by two, so that few angles wait for their
-        values or values for theirs.
+        Piece by piece, or with an embedding that pairs halves of a row two by two.
+
+        Args:
+            flips: of each piece, what `flips_of` has, with an embedding what `Angles.flips_of_second` leaves of it.
         """
         spec = self.spec
         values = cute.make_rmem_tensor(self.values, Float32)
@@ -280,23 +277,23 @@ class QuantizeKernel:
                 first = unit * self.pieces + i
                 pieces = [first + n * self.pieces // 2 for n in range(self.together)]
                 for piece in pieces:
-                    self.unpack(raw, values, piece, self.masks_of_piece(piece, masks, flips))
+                    self.unpack(raw, values, piece, flips[piece % self.pieces])
                 if const_expr(spec.rope):
-                    self.angles.embed(values, angles, unit, i)
+                    self.angles.embed(values, angles, i)
                 for piece in pieces:
                     if const_expr(spec.rotate):
                         self.begin_transform(values, piece)
         return values
 
     @cute.jit
-    def unpack(self, raw: cute.Tensor, values: cute.Tensor, piece: cutlass.Constexpr, masks: list | None):
+    def unpack(self, raw: cute.Tensor, values: cute.Tensor, piece: cutlass.Constexpr, flips: Int32 | None):
         """The elements of a piece in float32, with these signs."""
         pairs = cute.make_tensor(cute.recast_ptr(raw.iterator, dtype=Int32), cute.make_layout(self.values // 2))
         first = piece * self.spec.piece // 2
         for i in cutlass.range_constexpr(self.spec.piece // 2):
             pair = pairs[first + i]
-            if const_expr(masks is not None):
-                pair = pair ^ masks[i]
+            if const_expr(flips is not None):
+                pair = pair ^ rotation.mask_of_pair(flips, i)
             for half in cutlass.range_constexpr(2):
                 values[2 * (first + i) + half] = ptx.unpack(pair, half, self.dtype)
 
@@ -327,7 +324,7 @@ class QuantizeKernel:
 
     def row_of(self, thread: Int32, unit: int) -> Int32:
         """The row of a unit in its block, of those that are rows."""
-        return thread // self.spec.across + unit * (self.spec.rows // self.spec.units) + self.nowhere(thread)
+        return thread // self.spec.across + unit * (self.rows // self.spec.units) + self.nowhere(thread)
 
     def slots_of(self, thread: Int32, unit: int) -> tuple[Int32, Int32]:
         """The 4 slots, as a word of V^T, and the piece of 8 columns of a unit, with ``transpose``."""
@@ -349,22 +346,21 @@ class QuantizeKernel:
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
         return cute.make_tensor(pointer, cute.make_layout(1))
 
-    def first_block(self, call: Call, batch_index: Int32, head: Int32, row_block: Int32) -> Block:
-        """A block of rows of a head."""
+    def first_block(self, call: Call, batch_index: Int32, head: Int32, number: Int32) -> Block:
+        """The rows of a head that the thread block of a number has."""
+        split = self.spec.split
         steps = self.steps(call)
         x_stride, out_stride, amax_stride = call.x_strides[0], call.out_strides[0], call.amax_strides[0]
         return Block(
-            row_block,
-            row_block * self.spec.rows,
+            number % split if split > 1 else 0,
+            number * self.rows,
             call.x + self.dtype.width // 8 * x_stride * batch_index + steps.x * head,
             call.out + out_stride * batch_index + steps.out * head,
             call.amax + 4 * amax_stride * batch_index + steps.amax * head,
-            call.scale + steps.scale * (Int64(batch_index) * call.heads + head) + 4 * self.scale_of(row_block),
+            call.scale
+            + steps.scale * (Int64(batch_index) * call.heads + head)
+            + 4 * (number // split if self.spec.scales == "block" else 0),
         )
-
-    def scale_of(self, row_block: Int32) -> Int32 | int:
-        """Which of its head's scales is that of a block of rows."""
-        return row_block if self.spec.scales == "block" else 0
 
     def steps(self, call: Call) -> Block:
         """Bytes from one head to the next."""
@@ -408,30 +404,10 @@ class QuantizeKernel:
     # Scales ---------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def largest_of_block(self, amax: Float32, thread: Int32, of_warps: cute.Tensor, buffer: Int32) -> Float32:
-        """The largest of all threads' values, none of which is negative, in all threads.
-
-        Two buffers take turns: a warp that is at the next head's barrier has read those of this one.
-        """
-        # As integers: the bits of floats that are not negative are in their order, and a warp reduces in one step.
-        bits = cute.arch.warp_redux_sync(amax.bitcast(Int32), "max")
-        warps = self.spec.threads // 32
-        if const_expr(warps > 1):
-            lane = thread % 32
-            if lane == 0:
-                of_warps[thread // 32, buffer] = bits
-            cute.arch.sync_threads()
-            bits = Int32(0)
-            if lane < warps:
-                bits = of_warps[lane, buffer]
-            bits = cute.arch.warp_redux_sync(bits, "max")
-        return bits.bitcast(Float32)
-
-    @cute.jit
     def store_scale(self, call: Call, block: Block, thread: Int32, amax: Float32):
         """Write the scale: of a head one block does it."""
-        # Not zero in blocks that leave it to the first.
-        others = 0 if const_expr(self.spec.scales == "block") else block.row_block
+        # Not zero in thread blocks that leave it to the first.
+        others = block.part if const_expr(self.spec.scales == "block") else block.first_row
         if thread + others == 0:
             target = self.float32(block.scale)
             target[0] = amax * call.scale_factor

@@ -153,9 +153,14 @@ def largest_finite(values: cute.Tensor) -> Float32:
     # Once if that is an infinity, else not at all. A loop, of which the compiler knows no bound: a branch it would turn
     # into predicated instructions, which every warp issues for nothing, a seventh of the kernel.
     for _ in cutlass.range(found.bitcast(Int32) - _LARGEST_FINITE, unroll=1):
+        # Not `largest` of what is left: the compiler would see that it is the same without a loop, and work it out
+        # always, and twice.
+        found = Float32(0.0)
         for i in cutlass.range(cute.size(values), unroll_full=True):
-            values[i] = values[i] if abs(values[i]) != Float32.inf else Float32(float("nan"))
-        found = largest(values)
+            if abs(values[i]) == Float32.inf:
+                values[i] = Float32(float("nan"))
+            else:
+                found = cute.arch.fmax(found, abs(values[i]))
     return found
 
 
