@@ -25,7 +25,7 @@ def kernel_on_host(spec: QuantizeSpec) -> Callable[..., None]:
             torch.tensor(arguments[:6]),
             torch.tensor(sizes, dtype=torch.int32),
             torch.tensor(signs, dtype=torch.int32),
-            floats(2, spec.threads, spec.units * spec.held),
+            floats(2, spec.split * spec.threads, spec.units * spec.held),
             scale_factor,
             constants=(spec,),
         )

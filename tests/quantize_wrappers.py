@@ -23,7 +23,7 @@ def round_to_e4m3(values_address: Int64, out_address: Int64, count: Int32):
 
 @cute.jit
 def signs_of_columns(words_address: Int64, out_address: Int64, spec: cutlass.Constexpr):
-    """words (8,) -> out (2, head_dim): a row of ones with its signs, by `flip` and by `flip_pair`."""
+    """words (8,) -> out (2, head_dim): a row of ones with its signs, by `flip` and by `mask_of_pair`."""
     given = table(words_address, Int32, (8,))
     words = tuple(given[i] for i in range(8))
     out = table(out_address, Float32, (2, spec.head_dim))
@@ -35,7 +35,7 @@ def signs_of_columns(words_address: Int64, out_address: Int64, spec: cutlass.Con
                 out[0, first + column] = rotation.flip(Float32(1.0), signs, column)
             for index in cutlass.range_constexpr(spec.piece // 2):
                 pair = cute.make_rmem_tensor(2, Int32)
-                pair[0] = rotation.flip_pair(Int32(0x3F803F80), signs, index)
+                pair[0] = Int32(0x3F803F80) ^ rotation.mask_of_pair(signs, index)
                 both = cute.recast_tensor(pair, cutlass.BFloat16)
                 out[1, first + 2 * index] = Float32(both[0])
                 out[1, first + 2 * index + 1] = Float32(both[1])
@@ -58,10 +58,10 @@ def quantize(
     factor: Float32,
     spec: cutlass.Constexpr,
 ):
-    """All that the kernel does for a tensor, one block of rows of a head after the other.
+    """All that the kernel does for a tensor, the rows that share a scale one after the other.
 
     addresses (6) int64: x, out, scale, amax, cos, sin. sizes (13): batch, seqlen, heads, first position, heads per
-    block (all), strides of x, out and amax. words (8): signs. scratch: (2, threads, values) float32.
+    block (all), strides of x, out and amax. words (8): signs. scratch: (2, split * threads, values) float32.
     """
     of_tensors = table(addresses, Int64, (6,))
     sizes, given = table(sizes_address, Int32, (13,)), table(words_address, Int32, (8,))
@@ -85,36 +85,48 @@ class OnHost(QuantizeKernel):
     def all_blocks(self, call: Call, batch: Int32, signs: tuple, scratch: Int64):
         row_blocks = (call.seqlen + self.spec.rows - 1) // self.spec.rows
         for index in cutlass.range(batch * row_blocks * call.heads, unroll=1):
-            rest = index // call.heads
-            row_block = rest % row_blocks
-            block = Block(rest // row_blocks, index % call.heads, row_block, row_block * self.spec.rows)
-            self.one_block(call, block, signs, scratch)
+            self.one_block(call, index, row_blocks, signs, scratch)
 
     @cute.jit
-    def one_block(self, call: Call, block: Block, signs: tuple, scratch: Int64):
-        shared = table(scratch, Float32, (2, self.spec.threads, self.values))
-        for thread in cutlass.range(self.spec.threads, unroll=1):
+    def block_of(self, call: Call, index: Int32, row_blocks: Int32, part: Int32) -> Block:
+        rest = index // call.heads
+        number = rest % row_blocks * self.spec.split + part
+        return self.first_block(call, rest // row_blocks, index % call.heads, number)
+
+    @cute.jit
+    def one_block(self, call: Call, index: Int32, row_blocks: Int32, signs: tuple, scratch: Int64):
+        """All thread blocks of one block of rows: thread t is number t % threads of the thread block t // threads."""
+        threads = self.spec.threads
+        shared = table(scratch, Float32, (2, self.spec.split * threads, self.values))
+        for number in cutlass.range(self.spec.split * threads, unroll=1):
+            block, thread = self.block_of(call, index, row_blocks, number // threads), number % threads
             raw = cute.make_rmem_tensor((8, self.values // 8), self.dtype)
-            self.load(call, block, thread, raw)
-            self.keep(shared, 0, thread, self.first_values(call, block, thread, self.flips_of(signs, thread), raw))
+            raw.fill(0.0)
+            self.load(call, block, thread, call.seqlen, raw)
+            flips, angles = self.flips_of(signs, thread), None
+            if const_expr(self.spec.rope):
+                angles = self.load_angles(call, block, thread, flips)
+                flips = self.angles.flips_of_second(flips)
+            self.keep(shared, 0, number, self.first_values(raw, angles, flips))
         if const_expr(self.spec.rotate):
             for stage in cutlass.range_constexpr(len(self.stages)):
-                for thread in cutlass.range(self.spec.threads, unroll=1):
-                    self.keep(shared, (stage + 1) % 2, thread, self.after_stage(shared, stage, thread))
+                for number in cutlass.range(self.spec.split * threads, unroll=1):
+                    self.keep(shared, (stage + 1) % 2, number, self.after_stage(shared, stage, number))
         last = len(self.stages) % 2 if self.spec.rotate else 0
         amax = Float32(0.0)
-        for thread in cutlass.range(self.spec.threads, unroll=1):
-            values = self.kept(shared, last, thread)
+        for number in cutlass.range(self.spec.split * threads, unroll=1):
+            values = self.kept(shared, last, number)
             amax = cute.arch.fmax(amax, rotation.largest_finite(values))
-            self.keep(shared, last, thread, values)
+            self.keep(shared, last, number, values)
         if const_expr(self.spec.scales == "amax"):
-            of_head = self.amax_of_head(call, block)
+            of_head = self.float32(self.block_of(call, index, row_blocks, 0).amax)
             of_head[0] = cute.arch.fmax(of_head[0], amax)
         else:
             if const_expr(self.spec.scales == "given"):
-                amax = self.amax_of_head(call, block)[0]
-            for thread in cutlass.range(self.spec.threads, unroll=1):
-                self.round_and_store(call, block, thread, self.kept(shared, last, thread), amax)
+                amax = self.float32(self.block_of(call, index, row_blocks, 0).amax)[0]
+            for number in cutlass.range(self.spec.split * threads, unroll=1):
+                block = self.block_of(call, index, row_blocks, number // threads)
+                self.round_and_store(call, block, number % threads, self.kept(shared, last, number), amax)
 
     @cute.jit
     def after_stage(self, shared: cute.Tensor, stage: cutlass.Constexpr, thread: Int32) -> cute.Tensor:

@@ -33,19 +33,20 @@ def test_a_thread_block_has_one_head_without_a_rotary_embedding(change):
 @pytest.mark.parametrize(
     ("batch", "seqlen", "heads", "expected"),
     [
-        (2, 8192, 16, 4),
-        # 9 heads take 3 thread blocks, of 3 each rather than 4, 4 and 1.
-        (2, 8192, 9, 3),
+        (4, 8192, 16, 8),
+        # 9 heads take 2 thread blocks, of 5 and 4 rather than 8 and 1.
+        (4, 8192, 9, 5),
         (8, 8192, 2, 2),
-        # 264 thread blocks are two for each of 132 multiprocessors: 66 blocks of rows with 4 groups of heads.
-        (1, 128 * 66, 16, 4),
-        (1, 128 * 65, 16, 3),
-        (1, 128 * 33, 16, 2),
-        (1, 128 * 32, 16, 1),
+        # 264 thread blocks are two for each of 132 multiprocessors: two for each of 66 blocks of rows, with 2 groups of
+        # heads.
+        (1, 128 * 66, 16, 8),
+        (1, 128 * 65, 16, 6),
+        (1, 128 * 33, 16, 4),
+        (1, 128 * 8, 16, 1),
         (1, 128, 16, 1),
     ],
 )
-def test_a_rotary_embedding_serves_4_heads_or_fewer_so_that_no_multiprocessor_idles(batch, seqlen, heads, expected):
+def test_a_rotary_embedding_serves_8_heads_or_fewer_so_that_no_multiprocessor_idles(batch, seqlen, heads, expected):
     planned = plan_quantize(**{**CALL, "rope": "fp32", "batch": batch, "seqlen": seqlen, "heads": heads})
     assert H200.sm_count == 132
     assert planned.heads_per_block == expected
@@ -63,9 +64,15 @@ def test_of_two_passes_the_one_that_makes_scales_rounds_them_up():
 
 
 def test_more_rows_or_sequences_than_a_grid_has_are_refused_by_name():
-    plan_quantize(**{**CALL, "seqlen": 128 * MAX_ROW_BLOCKS, "batch": MAX_BATCH})
+    call = {**CALL, "head_dim": 64}
+    plan_quantize(**{**call, "seqlen": 128 * MAX_ROW_BLOCKS, "batch": MAX_BATCH})
     with pytest.raises(ValueError, match="seqlen=8388481: at most 8388480"):
-        plan_quantize(**{**CALL, "seqlen": 128 * MAX_ROW_BLOCKS + 1})
+        plan_quantize(**{**call, "seqlen": 128 * MAX_ROW_BLOCKS + 1})
+    # Of more columns two thread blocks share 128 rows, where an amax is found too.
+    for change in ({}, {"rows": "head", "rotate": False, "transpose": True}):
+        plan_quantize(**{**CALL, **change, "seqlen": 128 * (MAX_ROW_BLOCKS // 2)})
+        with pytest.raises(ValueError, match="seqlen=4194177: at most 4194176"):
+            plan_quantize(**{**CALL, **change, "seqlen": 128 * (MAX_ROW_BLOCKS // 2) + 1})
     with pytest.raises(ValueError, match="batch=65536: at most 65535"):
         plan_quantize(**{**CALL, "batch": MAX_BATCH + 1})
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fa3.kernel_spec import spec_from_dict
-from fa3.spec import QuantizeSpec
+from fa3.spec import MAX_QUANTIZE_THREADS, SHARED_MEMORY_PER_BLOCK, QuantizeSpec
 
 SPEC = QuantizeSpec("bf16", 128)
 
@@ -36,18 +36,35 @@ def test_its_name_tells_it_apart_by_every_field():
     assert replace(SPEC, rotate=True, rope="fp32").name == "quantize_bf16_d128_128_block_rotate_ropefp32"
 
 
-@pytest.mark.parametrize("transpose", [False, True], ids=["rows", "transposed"])
-def test_whole_warps_share_a_block_and_no_more_than_a_block_can_have(transpose):
-    for head_dim, rows in itertools.product(range(16, 257, 16), (64, 96, 128)):
-        spec = QuantizeSpec("bf16", head_dim, rows, transpose=transpose)
+@pytest.mark.parametrize("rope", ["", "fp32"], ids=["plain", "rope"])
+def test_whole_warps_share_a_block_and_no_more_than_a_block_can_have(rope):
+    for head_dim, rows, transpose in itertools.product(range(16, 257, 16), (64, 96, 128), (False, True)):
+        if transpose and rope:
+            continue
+        spec = QuantizeSpec("bf16", head_dim, rows, rope=rope, transpose=transpose)
         spec.validate()
         assert spec.threads % 32 == 0
         assert 32 <= spec.threads <= 1024
-        assert spec.working_threads * spec.units * spec.held == rows * head_dim
-        assert spec.threads - spec.working_threads == (16 if spec.working_threads % 32 else 0)
+        assert spec.split * spec.working_threads * spec.units * spec.held == rows * head_dim
+        assert 0 <= spec.threads - spec.working_threads < 32
         if not transpose:
             # Threads that exchange values are in one warp, and their numbers differ in a bit.
             assert 32 % spec.exchanging == spec.across % spec.exchanging == 0
+        assert spec.shared_bytes <= SHARED_MEMORY_PER_BLOCK
+
+
+def test_thread_blocks_that_share_rows_are_no_more_than_any_gpu_has_in_a_cluster():
+    for head_dim, rows, rope in itertools.product(range(16, 257, 16), (64, 96, 128), ("", "fp32")):
+        spec = QuantizeSpec("bf16", head_dim, rows, rope=rope)
+        assert spec.threads <= MAX_QUANTIZE_THREADS["rope" if rope else "plain"]
+        assert spec.cluster == spec.split <= 8
+        assert rows % (spec.split * spec.units) == 0
+        # A word for each warp of the cluster, of this head and of the next.
+        assert spec.cluster * spec.threads // 32 <= spec.warp_values
+        assert 8 * spec.warp_values <= spec.shared_bytes
+        # Where an amax comes from a pass of its own, thread blocks tell each other nothing.
+        assert replace(spec, scales="given").cluster == replace(spec, scales="amax").cluster == 1
+    assert QuantizeSpec("bf16", 256, rope="fp32").cluster == 4
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,18 @@ from dataclasses import dataclass, replace
 
 from fa3.plan import DeviceFacts
 from fa3.quantization import default_block
-from fa3.spec import QuantizeSpec
+from fa3.spec import MAX_QUANTIZE_THREADS, QuantizeSpec
 
 #: Rows of a thread block where all rows of a head share a scale.
 ROWS = 128
 
-#: Most row blocks and batch entries of a launch (CUDA's limits of a grid's second and third dimension).
+#: Most thread blocks for the rows of a head, and batch entries, of a launch (CUDA's limits of a grid's second and
+#: third dimension).
 MAX_ROW_BLOCKS = MAX_BATCH = 65_535
 
-#: Heads whose rows one thread block embeds, which find their cos and sin in L1: 2 to 4 are fastest. Fewer where that
-#: would leave a multiprocessor less than two thread blocks.
-ROPE_HEADS = 4
+#: Heads whose rows one thread block embeds, with cos and sin that it reads once. Fewer where that would leave a
+#: multiprocessor less threads than it has registers for, those of two of the largest thread blocks.
+ROPE_HEADS = 8
 
 #: Head dims that ship.
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -80,19 +81,21 @@ def plan_quantize(
         power_of_two=power_of_two,
     )
     spec.validate()
+    amax = None if own_scales else replace(spec, scales="amax", transpose=False, power_of_two=False)
     row_blocks = -(-seqlen // spec.rows)
-    if row_blocks > MAX_ROW_BLOCKS:
-        raise ValueError(f"seqlen={seqlen}: at most {MAX_ROW_BLOCKS * spec.rows} rows are quantized at once")
+    most = MAX_ROW_BLOCKS // max(spec.split, amax.split if amax else 1)
+    if row_blocks > most:
+        raise ValueError(f"seqlen={seqlen}: at most {most * spec.rows} rows are quantized at once")
     if batch > MAX_BATCH:
         raise ValueError(f"batch={batch}: at most {MAX_BATCH}; split it")
     heads_per_block = 1
     if rope:
         most = min(ROPE_HEADS, heads)
-        while most > 1 and row_blocks * batch * -(-heads // most) < 2 * facts.sm_count:
+        threads = row_blocks * spec.split * batch * spec.threads
+        while most > 1 and threads * -(-heads // most) < 2 * MAX_QUANTIZE_THREADS["rope"] * facts.sm_count:
             most -= 1
         # As even as so many thread blocks can have them.
         heads_per_block = -(-heads // -(-heads // most))
-    amax = None if own_scales else replace(spec, scales="amax", transpose=False, power_of_two=False)
     return QuantizePlan(spec, amax, heads_per_block)
 
 

@@ -280,18 +280,21 @@ class ForwardSpec(Spec):
             raise ValueError(f"promote={self.promote}: allowed beside head_dim_v={self.head_dim_v} are {allowed}")
 
 
-#: Largest values that the warps of a quantizing block tell each other: of 32 warps, of this head and the one before.
-WARP_VALUES = 2 * 32
+#: Most threads of a thread block that quantizes rows: with a rotary embedding two of them have the registers of a
+#: multiprocessor, with 128 for each thread.
+MAX_QUANTIZE_THREADS = {"rope": 256, "plain": 384}
 
 
 @dataclass(frozen=True)
 class QuantizeSpec(Spec):
     """One compiled kernel that makes e4m3 of q, k or v; `fa3.quantization` defines the result.
 
+    A block of ``rows`` is the work of ``split`` thread blocks.
+
     Attributes:
         dtype: element type of the input, ``"fp16"`` or ``"bf16"``.
         head_dim: its columns, a multiple of 16 up to 256.
-        rows: rows of a thread block, 64, 96 or 128; with ``scales="block"`` they share a scale.
+        rows: of a block, 64, 96 or 128; with ``scales="block"`` they share a scale.
         rotate: random signs and the Hadamard transform along the columns.
         rope: a rotary embedding before that: ``"fp32"`` or ``"same"``, the dtype of cos and sin; empty: none.
         interleaved: pairs of the embedding are columns (2i, 2i + 1), else (i, i + head_dim / 2).
@@ -313,24 +316,33 @@ class QuantizeSpec(Spec):
     scales: str = "block"
     power_of_two: bool = False
 
-    #: Dynamic shared memory: the largest values of warps.
-    shared_bytes = 4 * WARP_VALUES
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: for this head and the next the largest values of warps, and in a cluster a barrier."""
+        return 2 * 4 * self.warp_values + (16 if self.cluster > 1 else 0)
+
+    @property
+    def warp_values(self) -> int:
+        """Words for the largest values of the warps of a cluster: a multiple of 32."""
+        return -(-self.threads * self.cluster // 1024) * 32
 
     @property
     def held(self) -> int:
         """Elements of a unit, the work of a thread at a time: of a row, or with ``transpose`` 4 keys of 8 columns."""
         if self.transpose:
             return 32
-        return 64 if self.head_dim in (192, 256) else 32 if self.head_dim % 32 == 0 else 16
+        if self.head_dim in (192, 256) and not self.rope:
+            return 64
+        return 32 if self.head_dim % 32 == 0 else 16
 
     @property
     def piece(self) -> int:
         """Columns next to each other that a thread has.
 
-        16 bytes of e4m3; or 8 where the transform cuts finer, and of wide rows with an embedding, whose cosines and
-        sines then lie closer together for the threads of a warp. Of 192 columns the transform wants 16.
+        16 bytes of e4m3; or 8 where the transform cuts finer, and of wide rows with an embedding, whose elements then
+        lie closer together for the threads of a warp.
         """
-        if self.transpose or (self.rope and self.head_dim in (128, 256)):
+        if self.transpose or (self.rope and self.head_dim >= 128):
             return 8
         return 8 if self.head_dim % 64 and self.head_dim != 32 else 16
 
@@ -353,17 +365,30 @@ class QuantizeSpec(Spec):
     def units(self) -> int:
         """Units of a thread.
 
-        Two of rows of less than 128 columns, or of V^T, where that leaves whole warps; or where one would be too many
-        threads.
+        Two of rows of less than 128 columns without an embedding, or of V^T, where that leaves whole warps.
         """
         units = self.rows * self.head_dim // self.held
-        few = self.held <= 32 and (self.transpose or self.head_dim < 128)
-        return 2 if units > 1024 or (few and units % 64 == 0) else 1
+        few = self.held <= 32 and (self.transpose or (self.head_dim < 128 and not self.rope))
+        return 2 if few and units % 64 == 0 else 1
+
+    @property
+    def split(self) -> int:
+        """Thread blocks that have an equal part of the rows each, so that two or more share a multiprocessor."""
+        if self.transpose:
+            return 1
+        most = MAX_QUANTIZE_THREADS["rope" if self.rope else "plain"]
+        threads = self.rows * self.head_dim // (self.held * self.units)
+        return next(parts for parts in (1, 2, 3, 4, 6, 8) if self.rows % parts == 0 and threads <= parts * most)
+
+    @property
+    def cluster(self) -> int:
+        """Of those, how many must find an amax together."""
+        return self.split if self.scales == "block" else 1
 
     @property
     def working_threads(self) -> int:
         """Threads of a block that have units."""
-        return self.rows * self.head_dim // (self.held * self.units)
+        return self.rows * self.head_dim // (self.held * self.units * self.split)
 
     @property
     def threads(self) -> int:

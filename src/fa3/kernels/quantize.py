@@ -2,7 +2,10 @@
 
 `fa3.quantization` is the definition. It is bound by memory: 2 bytes are read and 1 written for each element, and all
 in between stays in float32 registers. A thread block has one block of rows of one head, or with a rotary embedding of
-several heads, one after the other, so that L1 keeps their cos and sin.
+several heads, one after the other: cos and sin of a thread's pairs, which are those of every head, stay in registers
+with the signs in them, and the elements of the next head are on their way while those of one are computed. Where that
+would be too many threads for two thread blocks to share a multiprocessor, so that one computes while the other waits,
+a cluster of thread blocks has the rows of a block (`fa3.kernels.parts.shared_amax`).
 
 One scale for a whole head takes two passes, since its amax must be known before the first element is rounded: the
 first only finds it, the second computes all again, which is cheaper than to store it.
@@ -20,11 +23,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from fa3.e4m3 import LARGEST_AMAX, SMALLEST_AMAX, round_up_bits
-from fa3.spec import SHARED_MEMORY_PER_BLOCK, WARP_VALUES, QuantizeSpec
+from fa3.spec import SHARED_MEMORY_PER_BLOCK, QuantizeSpec
 
 from .forward import DTYPES
+from .parts import angles as kept_angles
 from .parts import ptx, rotation
 from .parts.rows import VECTOR
+from .parts.shared_amax import SharedAmax
 
 
 @cute.jit
@@ -65,12 +70,22 @@ class Call(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Which rows of which head a thread block has in hand."""
+    """Which rows of which head a thread block has in hand, and the addresses of what belongs to that head.
 
-    batch_index: Int32
-    head: Int32
-    row_block: Int32
+    It is the ``part``-th of those that have the rows of a block.
+    ``x``, ``out`` and ``amax`` are those of all its rows, ``scale`` that of this block's scale.
+    """
+
+    part: Int32 | int
     first_row: Int32
+    x: Int64
+    out: Int64
+    amax: Int64
+    scale: Int64
+
+    def next(self, steps: Block) -> Block:
+        """That of the next head: so many bytes further."""
+        return Block(*(mine + step for mine, step in zip(self, steps, strict=True)))
 
 
 class QuantizeKernel:
@@ -80,15 +95,19 @@ class QuantizeKernel:
         self.spec = spec
         self.dtype = DTYPES[spec.dtype]
         self.values = spec.units * spec.held
+        #: Rows of a thread block.
+        self.rows = spec.rows // spec.split
+        self.shared_amax = SharedAmax(spec)
         #: So many thread blocks share a multiprocessor: one computes while another waits for its values, or for its
-        #: other threads. A thread holds its values and 16 registers more, and of fp16 a few on top; with cos and sin
-        #: twice as many, and with those of two rows more than that.
+        #: other threads. A thread holds its values and 16 registers more, and of fp16 a few on top; with an embedding
+        #: as many angles too, and the elements of the next head.
         registers = self.values + 16 + (8 if spec.dtype == "fp16" and spec.rotate else 0)
         if spec.rope:
-            registers = 168 if spec.units == 2 else 128 if self.values > 32 else 80
+            registers = 128 if self.values > 16 else 80
+            self.angles = kept_angles.Angles(spec, self.dtype)
         self.blocks_per_sm = _blocks_per_sm(spec.threads // 32, registers)
         #: How much of the memory that L1 and shared memory are made of they need for it, in percent, with what CUDA
-        #: keeps of each block's; the rest is for L1, which brings cos and sin to one head after the other.
+        #: keeps of each block's; the rest is for L1.
         shared = self.blocks_per_sm * (spec.shared_bytes + 1024)
         self.carveout = min(100, -(-100 * shared // SHARED_MEMORY_PER_BLOCK))
         #: Pieces of a unit: runs of columns, or with ``transpose`` 8 columns of each of 4 keys.
@@ -159,8 +178,9 @@ class QuantizeKernel:
         )
         self.kernel(call, signs, heads_per_block).launch(
             # Heads of the same rows run next to each other: they are neighbours in memory.
-            grid=[head_groups, row_blocks, batch],
+            grid=[head_groups, row_blocks * self.spec.split, batch],
             block=[self.spec.threads, 1, 1],
+            cluster=[1, self.spec.cluster, 1] if self.spec.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=self.blocks_per_sm,
             preferred_smem_carveout=self.carveout,
@@ -170,32 +190,34 @@ class QuantizeKernel:
     def kernel(self, call: Call, signs: tuple, heads_per_block: Int32):
         """One block of rows, of one or several heads."""
         thread, _, _ = cute.arch.thread_idx()
-        group, row_block, batch_index = cute.arch.block_idx()
+        group, number, batch_index = cute.arch.block_idx()
 
-        @cute.struct
-        class SharedStorage:
-            of_warps: cute.struct.MemRange[Int32, WARP_VALUES]
-
-        storage = cutlass.utils.SmemAllocator().allocate(SharedStorage)
-        of_warps = storage.of_warps.get_tensor(cute.make_layout((32, 2)))
+        shared = self.shared_amax.storage(thread)
         raw = cute.make_rmem_tensor((VECTOR, self.values // VECTOR), self.dtype)
-        first_row = row_block * self.spec.rows
+        # Loads write no rows that there are not.
+        raw.fill(0.0)
         flips = self.flips_of(signs, thread)
         if const_expr(self.spec.rope):
             first_head = group * heads_per_block
-            end = cutlass.min(first_head + heads_per_block, call.heads)
-            for head in cutlass.range(first_head, end, unroll=1):
-                block = Block(batch_index, head, row_block, first_row)
-                # The shift gives 0. The compiler does not know, and so works out columns of signs and addresses in the
-                # loop; before it, they would take more registers than there are.
-                me = thread ^ (head >> 31)
-                flips_here = [signs_of_piece ^ (head >> 31) for signs_of_piece in flips]
-                self.load(call, block, me, raw)
-                self.quantize(call, block, me, flips_here, raw, of_warps, head % 2)
+            heads = cutlass.min(call.heads - first_head, heads_per_block)
+            block = self.first_block(call, batch_index, first_head, number)
+            steps = self.steps(call)
+            self.load(call, block, thread, call.seqlen, raw)
+            angles = self.load_angles(call, block, thread, flips)
+            flips = self.angles.flips_of_second(flips)
+            self.shared_amax.wait_for_start()
+            for head in cutlass.range(heads, unroll=1):
+                values = self.first_values(raw, angles, flips)
+                following = block.next(steps)
+                # Of the head after the last nothing is read.
+                self.load(call, following, thread, call.seqlen if head + 1 < heads else 0, raw)
+                self.quantize(call, block, thread, values, shared, head)
+                block = following
         else:
-            block = Block(batch_index, group, row_block, first_row)
-            self.load(call, block, thread, raw)
-            self.quantize(call, block, thread, flips, raw, of_warps, 0)
+            block = self.first_block(call, batch_index, group, number)
+            self.load(call, block, thread, call.seqlen, raw)
+            self.shared_amax.wait_for_start()
+            self.quantize(call, block, thread, self.first_values(raw, None, flips), shared, Int32(0))
 
     @cute.jit
     def quantize(
@@ -203,40 +225,50 @@ class QuantizeKernel:
         call: Call,
         block: Block,
         thread: Int32,
-        flips: list,
-        raw: cute.Tensor,
-        of_warps: cute.Tensor,
-        buffer: Int32,
+        values: cute.Tensor,
+        shared: tuple,
+        turn: Int32,
     ):
-        """One block of rows of one head."""
-        values = self.first_values(call, block, thread, flips, raw)
+        """One block of rows of one head; ``turn`` counts heads from 0."""
         if const_expr(self.spec.rotate):
             rotation.hadamard(values, thread, self.stages)
         # With a given amax too: infinities become NaN.
         amax = rotation.largest_finite(values)
         if const_expr(self.spec.scales == "given"):
-            amax = self.amax_of_head(call, block)[0]
+            amax = self.float32(block.amax)[0]
         else:
-            amax = self.largest_of_block(amax, thread, of_warps, buffer)
+            amax = self.shared_amax.find(amax, thread, block.part, shared, turn)
         if const_expr(self.spec.scales == "amax"):
             if thread == 0:
                 # Bits of floats that are not negative are in their order.
-                of_head = cute.recast_tensor(self.amax_of_head(call, block), Int32)
+                of_head = cute.recast_tensor(self.float32(block.amax), Int32)
                 cute.arch.atomic_max(of_head.iterator, amax.bitcast(Int32), sem="relaxed", scope="gpu")
         else:
             self.round_and_store(call, block, thread, values, amax)
 
+    # Values ---------------------------------------------------------------------------------------------------------
+
     def flips_of(self, signs: tuple, thread: Int32) -> list:
-        """The signs of each piece of the thread's rows, if there are any."""
-        across, count = self.spec.across, self.pieces if self.spec.rotate else 0
-        return [rotation.signs_of_piece(signs, i, thread % across, across, self.spec.piece) for i in range(count)]
+        """The signs of each piece of the thread's rows; without ``rotate`` none."""
+        if not self.spec.rotate:
+            return [None] * self.pieces
+        across = self.spec.across
+        return [rotation.signs_of_piece(signs, i, thread % across, across, self.spec.piece) for i in range(self.pieces)]
 
     @cute.jit
-    def first_values(self, call: Call, block: Block, thread: Int32, flips: list, raw: cute.Tensor) -> cute.Tensor:
+    def load_angles(self, call: Call, block: Block, thread: Int32, flips: list) -> cute.Tensor:
+        """What the thread keeps for the embeddings of all heads."""
+        row = block.first_row + self.row_of(thread, 0)
+        return self.angles.load((call.cos, call.sin), call.first_position, row, call.seqlen, thread, flips)
+
+    @cute.jit
+    def first_values(self, raw: cute.Tensor, angles: cute.Tensor | None, flips: list) -> cute.Tensor:
         """The thread's values in float32, embedded, with their signs, and transformed inside each piece.
 
-        Piece by piece, or with an embedding that pairs halves of a row two by two, so that few angles wait for their
-        values or values for theirs.
+        Piece by piece, or with an embedding that pairs halves of a row two by two.
+
+        Args:
+            flips: of each piece, what `flips_of` has, with an embedding what `Angles.flips_of_second` leaves of it.
         """
         spec = self.spec
         values = cute.make_rmem_tensor(self.values, Float32)
@@ -245,34 +277,31 @@ class QuantizeKernel:
                 first = unit * self.pieces + i
                 pieces = [first + n * self.pieces // 2 for n in range(self.together)]
                 for piece in pieces:
-                    self.unpack(raw, values, piece, flips[piece % self.pieces] if spec.rotate else None)
+                    self.unpack(raw, values, piece, flips[piece % self.pieces])
                 if const_expr(spec.rope):
-                    self.embed(call, block, thread, values, unit, i)
+                    self.angles.embed(values, angles, i)
                 for piece in pieces:
                     if const_expr(spec.rotate):
-                        self.begin_transform(values, piece, flips[piece % self.pieces])
+                        self.begin_transform(values, piece)
         return values
 
     @cute.jit
     def unpack(self, raw: cute.Tensor, values: cute.Tensor, piece: cutlass.Constexpr, flips: Int32 | None):
-        """The elements of a piece in float32; without ``rope`` with their signs, if they get any."""
+        """The elements of a piece in float32, with these signs."""
         pairs = cute.make_tensor(cute.recast_ptr(raw.iterator, dtype=Int32), cute.make_layout(self.values // 2))
         first = piece * self.spec.piece // 2
         for i in cutlass.range_constexpr(self.spec.piece // 2):
             pair = pairs[first + i]
-            if const_expr(self.spec.rotate and not self.spec.rope):
-                pair = rotation.flip_pair(pair, flips, i)
+            if const_expr(flips is not None):
+                pair = pair ^ rotation.mask_of_pair(flips, i)
             for half in cutlass.range_constexpr(2):
                 values[2 * (first + i) + half] = ptx.unpack(pair, half, self.dtype)
 
     @cute.jit
-    def begin_transform(self, values: cute.Tensor, piece: cutlass.Constexpr, flips: Int32):
-        """The stages of the transform inside a piece; before them, with ``rope``, the signs."""
+    def begin_transform(self, values: cute.Tensor, piece: cutlass.Constexpr):
+        """The stages of the transform inside a piece."""
         size = self.spec.piece
         of_piece = cute.make_tensor(values.iterator + piece * size, cute.make_layout(size))
-        if const_expr(self.spec.rope):
-            for i in cutlass.range_constexpr(size):
-                of_piece[i] = rotation.flip(of_piece[i], flips, i)
         for bit in cutlass.range_constexpr(size.bit_length() - 1):
             rotation.butterflies(of_piece, 1 << bit)
 
@@ -295,7 +324,7 @@ class QuantizeKernel:
 
     def row_of(self, thread: Int32, unit: int) -> Int32:
         """The row of a unit in its block, of those that are rows."""
-        return thread // self.spec.across + unit * (self.spec.rows // self.spec.units) + self.nowhere(thread)
+        return thread // self.spec.across + unit * (self.rows // self.spec.units) + self.nowhere(thread)
 
     def slots_of(self, thread: Int32, unit: int) -> tuple[Int32, Int32]:
         """The 4 slots, as a word of V^T, and the piece of 8 columns of a unit, with ``transpose``."""
@@ -312,117 +341,76 @@ class QuantizeKernel:
             return 0
         return thread // self.spec.working_threads * FAR
 
-    def float32(self, address: Int64, place: Int64) -> cute.Tensor:
+    def float32(self, address: Int64) -> cute.Tensor:
         """One float32 in global memory."""
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
-        return cute.make_tensor(pointer + place, cute.make_layout(1))
+        return cute.make_tensor(pointer, cute.make_layout(1))
 
-    def amax_of_head(self, call: Call, block: Block) -> cute.Tensor:
-        """Where the amax of a head is found in two passes."""
-        batch_stride, head_stride = call.amax_strides
-        return self.float32(call.amax, Int64(block.batch_index) * batch_stride + Int64(block.head) * head_stride)
+    def first_block(self, call: Call, batch_index: Int32, head: Int32, number: Int32) -> Block:
+        """The rows of a head that the thread block of a number has."""
+        split = self.spec.split
+        steps = self.steps(call)
+        x_stride, out_stride, amax_stride = call.x_strides[0], call.out_strides[0], call.amax_strides[0]
+        return Block(
+            number % split if split > 1 else 0,
+            number * self.rows,
+            call.x + self.dtype.width // 8 * x_stride * batch_index + steps.x * head,
+            call.out + out_stride * batch_index + steps.out * head,
+            call.amax + 4 * amax_stride * batch_index + steps.amax * head,
+            call.scale
+            + steps.scale * (Int64(batch_index) * call.heads + head)
+            + 4 * (number // split if self.spec.scales == "block" else 0),
+        )
+
+    def steps(self, call: Call) -> Block:
+        """Bytes from one head to the next."""
+        scales = (call.seqlen + self.spec.rows - 1) // self.spec.rows if self.spec.scales == "block" else 1
+        return Block(
+            Int32(0),
+            Int32(0),
+            self.dtype.width // 8 * call.x_strides[2],
+            call.out_strides[2],
+            4 * call.amax_strides[1],
+            Int64(4 * scales),
+        )
 
     # Loads ----------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def load(self, call: Call, block: Block, thread: Int32, target: cute.Tensor):
-        """Bring the thread's elements to registers, 8 at a time; 0 where there is no row."""
-        target.fill(0.0)
+    def load(self, call: Call, block: Block, thread: Int32, rows: Int32, target: cute.Tensor):
+        """Bring the thread's elements to registers, 8 at a time, of the first ``rows`` rows of the head."""
         # All loads are under way before the first value is used.
         for i in cutlass.range_constexpr(self.values // VECTOR):
             row, place = self.place_of(call, block, thread, i)
-            if row < call.seqlen:
-                pointer = cute.make_ptr(self.dtype, call.x, cute.AddressSpace.gmem, assumed_align=16)
+            if row < rows:
+                pointer = cute.make_ptr(self.dtype, block.x, cute.AddressSpace.gmem, assumed_align=16)
                 source = cute.make_tensor(pointer + cute.assume(place, divby=VECTOR), cute.make_layout(VECTOR))
                 cute.autovec_copy(source, target[None, i])
 
     def place_of(self, call: Call, block: Block, thread: Int32, index: int) -> tuple[Int32, Int64]:
-        """The row of the thread's 8 elements of a number, and where in x they begin."""
+        """The row of the thread's 8 elements of a number, and where in the head they begin."""
         spec = self.spec
-        batch_stride, row_stride, head_stride = call.x_strides
-        start = Int64(block.batch_index) * batch_stride + Int64(block.head) * head_stride
+        row_stride = call.x_strides[1]
         unit, index = divmod(index, spec.held // VECTOR)
         if spec.transpose:
             word, piece = self.slots_of(thread, unit)
             row = block.first_row + rotation.key_of_slots(word, index)
-            return row, start + Int64(row) * row_stride + VECTOR * piece
+            return row, Int64(row) * row_stride + VECTOR * piece
         row = block.first_row + self.row_of(thread, unit)
         piece, column = divmod(VECTOR * index, spec.piece)
         column += spec.piece * spec.across * piece
-        return row, start + Int64(row) * row_stride + spec.piece * (thread % spec.across) + column
-
-    @cute.jit
-    def embed(
-        self,
-        call: Call,
-        block: Block,
-        thread: Int32,
-        values: cute.Tensor,
-        unit: cutlass.Constexpr,
-        index: cutlass.Constexpr,
-    ):
-        """Rotary embedding of one piece of a unit, or of that and its partner in the other half of the row."""
-        spec = self.spec
-        angles = spec.piece // 2 if spec.interleaved else spec.piece
-        row = block.first_row + self.row_of(thread, unit)
-        if row < call.seqlen:
-            place = Int64(call.first_position + row) * (spec.head_dim // 2)
-            place = place + angles * (thread % spec.across + spec.across * index)
-            cos, sin = self.load_angles(call.cos, place, angles), self.load_angles(call.sin, place, angles)
-            first = unit * spec.held + spec.piece * index
-            if const_expr(spec.interleaved):
-                rotation.rotate_pairs(values, first, 1, 2, cos, sin)
-            else:
-                rotation.rotate_pairs(values, first, spec.held // 2, 1, cos, sin)
-
-    @cute.jit
-    def load_angles(self, address: Int64, place: Int64, count: cutlass.Constexpr) -> cute.Tensor:
-        """``count`` cosines or sines in float32."""
-        dtype = Float32 if self.spec.rope == "fp32" else self.dtype
-        pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=min(count * dtype.width // 8, 16))
-        source = cute.make_tensor(pointer + cute.assume(place, divby=count), cute.make_layout(count))
-        raw = cute.make_rmem_tensor(count, dtype)
-        cute.autovec_copy(source, raw)
-        angles = cute.make_rmem_tensor(count, Float32)
-        for i in cutlass.range_constexpr(count):
-            angles[i] = Float32(raw[i])
-        return angles
+        return row, Int64(row) * row_stride + spec.piece * (thread % spec.across) + column
 
     # Scales ---------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def largest_of_block(self, amax: Float32, thread: Int32, of_warps: cute.Tensor, buffer: Int32) -> Float32:
-        """The largest of all threads' values, none of which is negative, in all threads.
-
-        Two buffers take turns: a warp that is at the next head's barrier has read those of this one.
-        """
-        # As integers: the bits of floats that are not negative are in their order, and a warp reduces in one step.
-        bits = cute.arch.warp_redux_sync(amax.bitcast(Int32), "max")
-        warps = self.spec.threads // 32
-        if const_expr(warps > 1):
-            lane = thread % 32
-            if lane == 0:
-                of_warps[thread // 32, buffer] = bits
-            cute.arch.sync_threads()
-            bits = Int32(0)
-            if lane < warps:
-                bits = of_warps[lane, buffer]
-            bits = cute.arch.warp_redux_sync(bits, "max")
-        return bits.bitcast(Float32)
-
-    @cute.jit
     def store_scale(self, call: Call, block: Block, thread: Int32, amax: Float32):
         """Write the scale: of a head one block does it."""
-        head_index = Int64(block.batch_index) * call.heads + block.head
-        if const_expr(self.spec.scales == "block"):
-            if thread == 0:
-                row_blocks = (call.seqlen + self.spec.rows - 1) // self.spec.rows
-                target = self.float32(call.scale, head_index * row_blocks + block.row_block)
-                target[0] = amax * call.scale_factor
-        else:
-            if thread == 0 and block.row_block == 0:
-                target = self.float32(call.scale, head_index)
-                target[0] = amax * call.scale_factor
+        # Not zero in thread blocks that leave it to the first.
+        others = block.part if const_expr(self.spec.scales == "block") else block.first_row
+        if thread + others == 0:
+            target = self.float32(block.scale)
+            target[0] = amax * call.scale_factor
 
     # Stores ---------------------------------------------------------------------------------------------------------
 
@@ -430,15 +418,14 @@ class QuantizeKernel:
     def store(self, call: Call, block: Block, thread: Int32, values: cute.Tensor):
         """Round the thread's values and write them as rows."""
         spec = self.spec
-        batch_stride, row_stride, head_stride = call.out_strides
-        start = Int64(block.batch_index) * batch_stride + Int64(block.head) * head_stride
+        row_stride = call.out_strides[1]
         for unit in cutlass.range_constexpr(spec.units):
             words = cute.make_rmem_tensor(spec.held // 4, Int32)
             for i in cutlass.range_constexpr(spec.held // 4):
                 words[i] = ptx.pack_four(*(values[unit * spec.held + 4 * i + n] for n in range(4)))
             row = block.first_row + self.row_of(thread, unit)
             if row < call.seqlen:
-                address = call.out + start + Int64(row) * row_stride + spec.piece * (thread % spec.across)
+                address = block.out + Int64(row) * row_stride + spec.piece * (thread % spec.across)
                 for i in cutlass.range_constexpr(self.pieces):
                     self.store_words(
                         address + spec.piece * spec.across * i, words, spec.piece // 4 * i, spec.piece // 4
@@ -451,12 +438,11 @@ class QuantizeKernel:
         Groups of 16 keys are written whole, with zeros for keys behind the last.
         """
         spec = self.spec
-        batch_stride, column_stride, head_stride = call.out_strides
-        start = Int64(block.batch_index) * batch_stride + Int64(block.head) * head_stride + block.first_row
+        column_stride = call.out_strides[1]
         for unit in cutlass.range_constexpr(spec.units):
             word, piece = self.slots_of(thread, unit)
             if block.first_row + 16 * (word // 4) < call.seqlen:
-                address = call.out + start + Int64(VECTOR * piece) * column_stride + 4 * word
+                address = block.out + block.first_row + Int64(VECTOR * piece) * column_stride + 4 * word
                 for column in cutlass.range_constexpr(VECTOR):
                     words = cute.make_rmem_tensor(1, Int32)
                     words[0] = ptx.pack_four(*(values[unit * spec.held + VECTOR * n + column] for n in range(4)))

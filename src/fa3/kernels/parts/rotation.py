@@ -15,6 +15,10 @@ from fa3.e4m3 import E4M3_MAX, key_of_slot
 #: The two sign bits of a pair of 16-bit floats, and the one of a float32.
 _SIGNS_OF_PAIR = 0x80008000 - 2**32
 _SIGN = -(2**31)
+#: The upper half of a word.
+_SECOND = -(2**16)
+#: The bits of the largest finite float32; those of infinity are the next number.
+_LARGEST_FINITE = 0x7F7FFFFF
 #: The bits of 1.0.
 _ONE = 0x3F800000
 
@@ -43,10 +47,14 @@ def signs_of_piece(
     return (bits & (0x5555 & every)) | ((bits & (0xAAAA & every)) << 15)
 
 
-@cute.jit
-def flip_pair(pair: Int32, signs: Int32, index: cutlass.Constexpr) -> Int32:
-    """Columns 2 * index and 2 * index + 1 of a piece, two 16-bit floats in a word, with their signs."""
-    return pair ^ ((signs << (15 - 2 * index)) & _SIGNS_OF_PAIR)
+def second_of_pairs(signs: Int32) -> Int32:
+    """Signs of a piece for `flip_pair` that leave columns 2i, and change 2i + 1 where those of the two differ."""
+    return (signs ^ (signs << 16)) & _SECOND
+
+
+def mask_of_pair(signs: Int32, index: int) -> Int32:
+    """What changes the signs of columns 2 * index and 2 * index + 1 of a piece, two 16-bit floats in a word, by xor."""
+    return (signs << (15 - 2 * index)) & _SIGNS_OF_PAIR
 
 
 @cute.jit
@@ -142,10 +150,17 @@ def largest(values: cute.Tensor) -> Float32:
 def largest_finite(values: cute.Tensor) -> Float32:
     """The largest finite magnitude. Infinities become NaN."""
     found = largest(values)
-    if found == Float32.inf:
+    # Once if that is an infinity, else not at all. A loop, of which the compiler knows no bound: a branch it would turn
+    # into predicated instructions, which every warp issues for nothing, a seventh of the kernel.
+    for _ in cutlass.range(found.bitcast(Int32) - _LARGEST_FINITE, unroll=1):
+        # Not `largest` of what is left: the compiler would see that it is the same without a loop, and work it out
+        # always, and twice.
+        found = Float32(0.0)
         for i in cutlass.range(cute.size(values), unroll_full=True):
-            values[i] = values[i] if abs(values[i]) != Float32.inf else Float32(float("nan"))
-        found = largest(values)
+            if abs(values[i]) == Float32.inf:
+                values[i] = Float32(float("nan"))
+            else:
+                found = cute.arch.fmax(found, abs(values[i]))
     return found
 
 
