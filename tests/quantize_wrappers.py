@@ -42,11 +42,11 @@ def signs_of_columns(words_address: Int64, out_address: Int64, spec: cutlass.Con
 
 
 @cute.jit
-def inverses(values_address: Int64, out_address: Int64, count: Int32, error: Float32):
-    """values (count,) -> out (count,): 448 over each, from reciprocals that are ``error`` off."""
+def inverses(values_address: Int64, out_address: Int64, count: Int32, error: Float32, numerator: cutlass.Constexpr):
+    """values (count,) -> out (count,): ``numerator`` over each, from reciprocals that are ``error`` off."""
     values, out = table(values_address, Float32, (count,)), table(out_address, Float32, (count,))
     for i in cutlass.range(count, unroll=1):
-        out[i] = rotation.inverse_of(values[i], lambda x: (Float32(1.0) + error) / x)
+        out[i] = rotation.inverse_of(values[i], lambda x: (Float32(1.0) + error) / x, numerator)
 
 
 @cute.jit
@@ -105,11 +105,11 @@ class OnHost(QuantizeKernel):
         amax = Float32(0.0)
         for thread in cutlass.range(self.spec.threads, unroll=1):
             values = self.kept(shared, last, thread)
-            amax = cute.arch.fmax(amax, rotation.largest_finite(values))
+            amax = cute.arch.fmax(amax, self.largest_of_thread(values), nan=True)
             self.keep(shared, last, thread, values)
         if const_expr(self.spec.scales == "amax"):
             of_head = self.amax_of_head(call, block)
-            of_head[0] = cute.arch.fmax(of_head[0], amax)
+            of_head[0] = cute.arch.fmax(of_head[0], amax, nan=True)
         else:
             if const_expr(self.spec.scales == "given"):
                 amax = self.amax_of_head(call, block)[0]

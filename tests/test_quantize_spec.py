@@ -29,6 +29,7 @@ def test_its_name_tells_it_apart_by_every_field():
         "transpose": True,
         "scales": "given",
         "power_of_two": True,
+        "out": "int8",
     }
     assert set(others) == {field.name for field in dataclasses.fields(QuantizeSpec)}
     names = {SPEC.name, *(replace(SPEC, **{field: value}).name for field, value in others.items())}
@@ -63,6 +64,9 @@ def test_whole_warps_share_a_block_and_no_more_than_a_block_can_have(transpose):
         ({"transpose": True, "rotate": True}, "transpose=True: V is neither rotated"),
         ({"transpose": True, "rope": "same"}, "transpose=True: V is neither rotated"),
         ({"transpose": True, "scales": "amax"}, "transpose=True with scales='amax'"),
+        ({"out": "bf16"}, "out='bf16': allowed are 'e4m3', 'int8'"),
+        ({"out": "int8", "transpose": True}, "out='int8', transpose=True, .* of v, which becomes 'e4m3'"),
+        ({"out": "int8", "power_of_two": True}, "out='int8', .*power_of_two=True: .* of v, which becomes 'e4m3'"),
         ({"power_of_two": True, "scales": "amax"}, "power_of_two=True with scales='amax'"),
     ],
 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from fa3.plan import DeviceFacts
 from fa3.quantization import default_block
-from fa3.spec import QuantizeSpec
+from fa3.spec import FP8, QuantizeSpec
 
 #: Rows of a thread block where all rows of a head share a scale.
 ROWS = 128
@@ -31,7 +31,7 @@ class QuantizePlan:
     """What `plan_quantize` decided.
 
     Attributes:
-        spec: the kernel that writes e4m3 and scales.
+        spec: the kernel that writes values and scales.
         amax: the kernel before it that finds the amax of each head; ``None`` where each block has its own scale.
         heads_per_block: heads whose rows one thread block quantizes, one after the other.
     """
@@ -55,11 +55,12 @@ def plan_quantize(
     transpose: bool,
     facts: DeviceFacts,
     power_of_two: bool = False,
+    out: str = FP8,
 ) -> QuantizePlan:
     """Choose kernels for one tensor.
 
     Args:
-        dtype, head_dim, rotate, rope, interleaved, transpose, power_of_two: as of `fa3.spec.QuantizeSpec`.
+        dtype, head_dim, rotate, rope, interleaved, transpose, power_of_two, out: as of `fa3.spec.QuantizeSpec`.
         batch, seqlen, heads: of the tensor, none 0.
         rows: rows that share a scale, 64, 96 or 128, or ``"head"`` or ``"tensor"``.
         facts: of the device.
@@ -78,6 +79,7 @@ def plan_quantize(
         transpose=transpose,
         scales="block" if own_scales else "given",
         power_of_two=power_of_two,
+        out=out,
     )
     spec.validate()
     row_blocks = -(-seqlen // spec.rows)

@@ -16,7 +16,6 @@ from fa3.spec import WGMMA_ROWS, ForwardSpec
 from . import barriers, layout, products, scales, softmax
 from .work import Consumer, Loads, Operands, RowScales, Shared, Work
 
-
 #: Parts of a PV product that are in flight together.
 PARTS_IN_FLIGHT = 2
 
