@@ -140,8 +140,15 @@ class ForwardSpec(Spec):
 
     @property
     def part_columns(self) -> int:
-        """Columns of a part: as many as scores have, whose registers it then takes, if they divide PV's."""
-        return self.tile_n if self.tile_n >= PART_COLUMNS and self.head_dim_v % self.tile_n == 0 else PART_COLUMNS
+        """Columns of a part, as many as the key tile or a piece of it has keys, if that divides both."""
+        if self.tile_n % PART_COLUMNS and self.head_dim_v % self.tile_n == 0 and self.tile_n > PART_COLUMNS:
+            return self.tile_n
+        return PART_COLUMNS
+
+    @property
+    def score_pieces(self) -> int:
+        """Pieces of a key tile whose scores have the registers of parts; 0: they have registers of their own."""
+        return self.tile_n // self.part_columns if self.tile_n % self.part_columns == 0 else 0
 
     @property
     def parts(self) -> int:

@@ -35,6 +35,7 @@ from .parts import barriers, layout, products, ptx, rows, scaled_softmax, scores
 from .parts.epilogue import Epilogue
 from .parts.extras import extra_types, name_extra_numbers, score_factors
 from .parts.fp8 import Fp8
+from .parts.fp8_parts import Fp8Parts
 from .parts.producer import Producer
 from .parts.registers import REGISTERS, TRANSPOSING_REGISTERS
 from .parts.setup import Descriptors, Setup
@@ -44,7 +45,7 @@ from .parts.work import Consumer, Extras, GlobalRows, Loads, Operands, Shared, S
 DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, FP8: cutlass.Float8E4M3FN, INT8: cutlass.Int8}
 
 
-class ForwardKernel(Setup, Producer, SoftmaxStep, Fp8, Epilogue):
+class ForwardKernel(Setup, Producer, SoftmaxStep, Fp8, Fp8Parts, Epilogue):
     """Host launch and device code of one ``ForwardSpec``."""
 
     def __init__(self, spec: ForwardSpec):
@@ -244,6 +245,8 @@ class ForwardKernel(Setup, Producer, SoftmaxStep, Fp8, Epilogue):
         )
         if const_expr(self.spec.fp8):
             operands = self.with_fp8_operands(operands, shared)
+        if const_expr(self.spec.parts > 1):
+            operands = self.with_parts(operands, shared)
         state = self.softmax_state.make(scale_log2)
 
         if const_expr(self.spec.pingpong):
@@ -317,7 +320,7 @@ class ForwardKernel(Setup, Producer, SoftmaxStep, Fp8, Epilogue):
             last = work.position + end - 1
             barriers.wait_full(loads.v_ready.full, last, self.stages)
             if const_expr(self.spec.parts > 1):
-                self.add_pv_in_parts(operands, state, loads, last)
+                self.multiply_in_parts(operands, state, loads, last)
             else:
                 self.issue_pv(operands, last, end - first)
                 warpgroup.wait_group(0)
@@ -403,6 +406,25 @@ class ForwardKernel(Setup, Producer, SoftmaxStep, Fp8, Epilogue):
 
         ``count`` is the number of steps that the group has done in this tile of work.
         """
+        if const_expr(self.spec.parts > 1):
+            self.step_in_parts(work, step, me, loads, operands, state, masked, first)
+        else:
+            self.step_whole(work, step, count, me, loads, operands, state, masked, first)
+
+    @cute.jit
+    def step_whole(
+        self,
+        work: Work,
+        step: Int32,
+        count: Int32,
+        me: Consumer,
+        loads: Loads,
+        operands: Operands,
+        state: softmax.State,
+        masked: Boolean | bool,
+        first: cutlass.Constexpr,
+    ):
+        """`step` with PV products of all columns at once."""
         self.load_next_step(work, loads, me, step)
         position = work.position + step
         factors = self.factors_of(work, me, step, operands, first)
@@ -422,8 +444,6 @@ class ForwardKernel(Setup, Producer, SoftmaxStep, Fp8, Epilogue):
         k_tile = self.tile_at(operands.k, position)
         if const_expr(self.spec.pingpong):
             barriers.take_turn(me.group)
-        if const_expr(self.spec.parts > 1 and not first):
-            self.add_pv_in_parts(operands, state, loads, position - 1)
         raw_scores = operands.int_scores if const_expr(self.spec.qk_dtype) else operands.scores
         products.issue(self.qk_mma(), raw_scores, operands.q, k_tile, accumulate=False)
         if const_expr(self.spec.qv):
@@ -433,12 +453,11 @@ class ForwardKernel(Setup, Producer, SoftmaxStep, Fp8, Epilogue):
         # Those of FP8 come and go so fast that all groups would then do softmax at once.
         if const_expr(self.spec.pingpong and not self.spec.fp8):
             barriers.give_turn(me.group, self.groups)
-        if const_expr(not first and self.spec.parts == 1):
+        if const_expr(not first):
             self.issue_pv(operands, position - 1, count)
 
         # With overlap only the scores are waited for: PV runs on under the softmax.
-        under = self.spec.overlap and not first and self.spec.parts == 1
-        warpgroup.wait_group(1 if const_expr(under) else 0)
+        warpgroup.wait_group(1 if const_expr(self.spec.overlap and not first) else 0)
         if const_expr(self.spec.pingpong and self.spec.fp8):
             barriers.give_turn(me.group, self.groups)
         barriers.release(loads.k.empty, position, self.stages)
@@ -448,13 +467,9 @@ class ForwardKernel(Setup, Producer, SoftmaxStep, Fp8, Epilogue):
 
         if const_expr(self.spec.fp8):
             self.look_ahead(loads, operands, position)
-            if const_expr(self.spec.parts == 1):
-                products.round_to_fp8(operands.scores, operands.next_p)
+            products.round_to_fp8(operands.scores, operands.next_p)
         # At the first step the output is still zero: the references may move without a rescale.
-        if const_expr(not first and self.spec.parts > 1):
-            if moved:
-                self.follow_references(operands, state)
-        elif const_expr(not first):
+        if const_expr(not first):
             if const_expr(self.spec.overlap and self.spec.fp8):
                 ptx.keep_words_before_here(products.any_of(operands.next_p))
             elif const_expr(self.spec.overlap):

@@ -16,9 +16,6 @@ from fa3.spec import WGMMA_ROWS, ForwardSpec
 from . import barriers, layout, products, scales, softmax
 from .work import Consumer, Loads, Operands, RowScales, Shared, Work
 
-#: Parts of a PV product that are in flight together.
-PARTS_IN_FLIGHT = 2
-
 
 class Fp8:
     """The part of a forward kernel that FP8 takes beyond what all dtypes do."""
@@ -33,33 +30,17 @@ class Fp8:
         """Row sums of P, eight times: its product with ones."""
         return products.make_mma(self.dtype, products.SUM_COLUMNS, warpgroup.OperandSource.RMEM, OperandMajorMode.K)
 
-    def part_mma(self) -> cute.TiledMma:
-        """PV of a part of the columns."""
-        return products.make_mma(self.dtype, self.spec.part_columns, warpgroup.OperandSource.RMEM, OperandMajorMode.K)
-
     def with_fp8_operands(self, operands: Operands, shared: Shared) -> Operands:
         """The operands and what FP8 needs beside them."""
         mma = self.sums_mma()
-        partial, v_parts, int_scores = operands.output, (), None
+        partial, int_scores = operands.output, None
         if self.spec.qk_dtype:
             int_scores = cute.recast_tensor(operands.scores, Int32)
-        if self.spec.parts > 1:
-            part = self.part_mma()
-            part_slice = part.get_slice(0)
-            tiler = (self.spec.part_columns, self.tile_n)
-            tiles = (cute.local_tile(shared.v, tiler, (c, 0, None)) for c in range(self.spec.parts))
-            v_parts = tuple(part.make_fragment_B(part_slice.partition_B(tile)) for tile in tiles)
-            shape = part.partition_shape_C((WGMMA_ROWS, self.spec.part_columns))
-            partial = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(PARTS_IN_FLIGHT))
-            if self.spec.part_columns == self.tile_n:
-                # Scores are done with by then.
-                partial = (cute.make_tensor(operands.scores.iterator, cute.make_layout(shape)), *partial[1:])
-        elif self.spec.promote:
+        if self.spec.promote and self.spec.parts == 1:
             partial = cute.make_rmem_tensor(operands.output.layout, Float32)
         return operands._replace(
             int_scores=int_scores,
             partial=partial,
-            v_parts=v_parts,
             next_p=layout.make_probability_operand(self.tile_n, self.dtype),
             ones=mma.make_fragment_B(mma.get_slice(0).partition_B(shared.ones)),
             sums=cute.make_rmem_tensor(mma.partition_shape_C((WGMMA_ROWS, products.SUM_COLUMNS)), Float32),
@@ -94,33 +75,6 @@ class Fp8:
                 products.add_up(operands.output, operands.partial)
 
     @cute.jit
-    def add_pv_in_parts(self, operands: Operands, state: softmax.State, loads: Loads, position: Int32):
-        """Add a PV product in float32, some columns at a time: one part is added while the next is multiplied.
-
-        It comes before the scores of the next step and not under their softmax: its parts then have the registers of
-        scores.
-        """
-        columns = cute.size(operands.partial[0])
-        for n in cutlass.range_constexpr(self.spec.parts + PARTS_IN_FLIGHT):
-            done = n - PARTS_IN_FLIGHT
-            if const_expr(done >= 0):
-                warpgroup.wait_group(min(PARTS_IN_FLIGHT, self.spec.parts - done) - 1)
-                if const_expr(done + 1 == self.spec.parts):
-                    barriers.release(loads.v_ready.empty, position, self.stages)
-                part = cute.make_tensor(operands.output.iterator + done * columns, cute.make_layout(columns))
-                products.add_up(part, operands.partial[done % PARTS_IN_FLIGHT])
-            if const_expr(n == 0):
-                products.issue_with_row_sums(
-                    self.part_mma(), operands.partial[0], operands.p, self.tile_at(operands.v_parts[0], position),
-                    False, self.sums_mma(), operands.sums, operands.ones,
-                )  # fmt: skip
-            elif const_expr(n < self.spec.parts):
-                v_part = self.tile_at(operands.v_parts[n], position)
-                partial = operands.partial[n % PARTS_IN_FLIGHT]
-                products.issue(self.part_mma(), partial, operands.p, v_part, accumulate=False)
-        self.add_row_sums(operands, state)
-
-    @cute.jit
     def add_row_sums(self, operands: Operands, state: softmax.State):
         """Add the row sums of a tile, once its PV product is done."""
         state.add_sums(operands.sums, operands.share_inverse[0] if const_expr(self.spec.key_block) else None)
@@ -136,11 +90,8 @@ class Fp8:
     @cute.jit
     def keep_p(self, work: Work, operands: Operands, factors: scales.Factors):
         """Let the rounded probabilities be the operand of the next PV product."""
-        if const_expr(self.spec.parts > 1):
-            products.round_to_fp8(operands.scores, operands.p)
-        else:
-            # Bytes of a sink are even.
-            products.copy_words(operands.next_p, operands.p, work.extras.sink_bytes & 1)
+        # Bytes of a sink are even.
+        products.copy_words(operands.next_p, operands.p, work.extras.sink_bytes & 1)
         if const_expr(self.spec.key_block):
             operands.share_inverse[0] = factors.share_inverse
 

@@ -152,9 +152,12 @@ class Operands(NamedTuple):
     # Of FP8:
     #: The products of q and k in int8, which become the scores.
     int_scores: cute.Tensor | None = None
+    #: In parts: K in pieces, and the accumulators of their scores.
+    k_pieces: tuple = ()
+    score_pieces: tuple = ()
     #: What the PV products add up to: the output, or a part of it that is added to it in float32 now and then.
-    partial: cute.Tensor | None = None
-    #: V in parts of its columns, if the products take it so.
+    partial: cute.Tensor | tuple | None = None
+    #: V in parts of its columns, if the products take it so; there is a partial output then for each in flight.
     v_parts: tuple = ()
     #: The probabilities of this step before they take the place of ``p``.
     next_p: cute.Tensor | None = None
