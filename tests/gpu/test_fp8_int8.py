@@ -5,10 +5,6 @@ import math
 
 import pytest
 import torch
-
-import fa3
-from fa3 import mods, quantization
-from fa3.quantization import E4M3, dequantize
 from test_fp8_attention import (
     DIMS,
     LENGTHS,
@@ -20,6 +16,10 @@ from test_fp8_attention import (
     quantized,
     tensors,
 )
+
+import fa3
+from fa3 import mods, quantization
+from fa3.quantization import E4M3, dequantize
 
 HEAD_DIMS = (64, 128, 256)
 KINDS = tuple(itertools.product(("head", (64, 128), (64, 96)), ("row", "transposed")))
