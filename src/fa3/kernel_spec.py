@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from fa3.backward_spec import BackwardSpec, FinishSpec, PrepareSpec, QueryGradientSpec
-from fa3.spec import ForwardSpec, QuantizeSpec
+from fa3.spec import ForwardSpec, QuantizeSpec, TransposeSpec
 
 #: Any of them.
-KernelSpec = ForwardSpec | BackwardSpec | PrepareSpec | FinishSpec | QueryGradientSpec | QuantizeSpec
+KernelSpec = ForwardSpec | BackwardSpec | PrepareSpec | FinishSpec | QueryGradientSpec | QuantizeSpec | TransposeSpec
 
-_KINDS: dict[str, type] = {
-    kind.kernel: kind for kind in (ForwardSpec, BackwardSpec, PrepareSpec, FinishSpec, QueryGradientSpec, QuantizeSpec)
-}
+_KINDS: dict[str, type] = {kind.kernel: kind for kind in get_args(KernelSpec)}
 
 
 def spec_from_dict(fields: dict[str, Any]) -> Any:

@@ -9,10 +9,10 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fa3.backward_spec import QueryGradientSpec
-from fa3.fp8_tiles import FP8_SMALL, FP8_TILES, fp8_rows
+from fa3.fp8_tiles import FP8_SMALL, FP8_TILES, fp8_rows, takes_turns
 from fa3.problem import Problem
 from fa3.quantization import TWO_LEVEL_KEYS, default_block
 from fa3.spec import (
@@ -21,10 +21,12 @@ from fa3.spec import (
     FP8,
     FP8_CLASSES,
     INPUT_BYTES,
+    INT8,
     OUT_BYTES,
     TILE_CLASSES,
     WGMMA_ROWS,
     ForwardSpec,
+    TransposeSpec,
 )
 from fa3.tiles import MODIFIED, PACKED, QV, SMALL, TILES, TileChoice
 
@@ -61,6 +63,13 @@ RESCALE_THRESHOLD = 8.0
 #: The same of e4m3, whose largest number is 448: a probability of 1 is about 256 there, and may grow by 2**0.8.
 FP8_RESCALE_THRESHOLD = 0.8
 
+
+#: Columns of a v of e4m3 from which on a pass of its own may transpose it, queries that see each key for that, in the
+#: mean of all heads of a K/V head, and floating-point operations: it takes as long as about 150 queries, and a launch.
+PASS_COLUMNS, PASS_QUERIES, PASS_FLOPS = 256, 1536, 5e10
+
+#: Most blocks of a grid's second and third dimension.
+MAX_GRID = 65_535
 
 #: Below so many rounds of the usual tiles a grid is small: its time is a few whole rounds, and smaller tiles or
 #: packed heads may fill the card better.
@@ -110,6 +119,7 @@ class Plan:
         reasons: one sentence for each choice.
         flops: floating-point operations of both products, masked parts left out.
         bytes_moved: bytes of q, k, v, out and LSE, each once.
+        transpose: the kernel of a pass that turns a v of e4m3 to V^T before; ``None``: there is none.
     """
 
     spec: ForwardSpec
@@ -117,6 +127,7 @@ class Plan:
     reasons: tuple[str, ...]
     flops: float
     bytes_moved: int
+    transpose: TransposeSpec | None = None
 
 
 #: Rows of one head of tiles that the kernel can count: without packing the backend limits the queries themselves.
@@ -171,6 +182,10 @@ def plan(problem: Problem, device: DeviceFacts) -> Plan:
     missing = why_not(problem)
     if missing is not None:
         raise NotImplementedError(missing)
+    if transposes_before(problem):
+        after = plan(replace(problem, v_transposed=True), device)
+        reason = f"v comes in rows: a pass of its own transposes it, since at least {PASS_QUERIES} queries see each key"
+        return replace(after, transpose=TransposeSpec(), reasons=(reason, *after.reasons))
     choice, spec = kernel_of(problem, device)
     packed = spec.pack_gqa
     order = order_of(problem, spec, device)
@@ -186,6 +201,21 @@ def plan(problem: Problem, device: DeviceFacts) -> Plan:
         order.reason,
     )
     return Plan(spec, order, reasons, flops(problem), bytes_moved(problem))
+
+
+def transposes_before(problem: Problem) -> bool:
+    """Whether a pass of its own turns v to V^T, and not the attention kernel.
+
+    Where heads are wide, that one's shared memory is what limits it, and transposing tiles takes more of it.
+    """
+    if problem.dtype != FP8 or problem.v_transposed or class_of(problem)[1] < PASS_COLUMNS or problem.empty:
+        return False
+    if problem.mask == "blocks" or problem.score_mod or problem.mask_mod or problem.softcap:
+        return False
+    if max(problem.batch, 2 * problem.heads_kv) > MAX_GRID:
+        return False
+    queries = visible_pairs(problem) * problem.group_size / max(problem.seqlen_k, 1)
+    return queries >= PASS_QUERIES and flops(problem) >= PASS_FLOPS
 
 
 def _fp8_reasons(problem: Problem, spec: ForwardSpec) -> Iterator[str]:
@@ -327,8 +357,10 @@ def make_spec(
     Out of e4m3 is bf16, unless they say.
     """
     head_dim, head_dim_v = head_dims if isinstance(head_dims, tuple) else (head_dims, head_dims)
+    turns = True
     if dtype == FP8:
         features = {"out_dtype": "bf16", **features}
+        turns = takes_turns((head_dim, head_dim_v), choice)
     return ForwardSpec(
         dtype=dtype,
         head_dim=head_dim,
@@ -339,7 +371,7 @@ def make_spec(
         stages=choice.stages,
         warp_specialized=True,
         # Under a window the warpgroups begin and end one after the other, and turns would hold them together.
-        pingpong=choice.tile_m > WGMMA_ROWS and mask != "window",
+        pingpong=choice.tile_m > WGMMA_ROWS and mask != "window" and turns,
         overlap=True,
         rescale_threshold=FP8_RESCALE_THRESHOLD if dtype == FP8 else RESCALE_THRESHOLD,
         transpose_stages=choice.transpose_stages,
@@ -464,8 +496,8 @@ def fp8_specs() -> Iterator[ForwardSpec]:
     """The shipped kernels of e4m3; others, with out in fp16 for example, are compiled when first asked for.
 
     At the usual head dims full and causal: v in rows and V^T with a scale a head, V^T with one for each default block,
-    each with partial outputs added in float32 too, and smaller tiles for few. Windows at 64 and 128. At other head dims
-    v in rows with a scale a head.
+    each with partial outputs added in float32 too, and smaller tiles for few; the last with q and k in int8 as well.
+    Windows at 64 and 128. At other head dims v in rows with a scale a head.
     """
     for kind in FP8_CLASSES:
         common = kind in _FP8_COMMON
@@ -477,6 +509,11 @@ def fp8_specs() -> Iterator[ForwardSpec]:
                     yield make_spec(FP8, kind, mask, choice, key_block=key_block)
                 if common and not add:
                     yield make_spec(FP8, kind, mask, FP8_SMALL[kind][transposed], key_block=key_block)
+        for mask, add in itertools.product(("full", "causal"), (False, True) if common else ()):
+            key_block = default_block(kind[0], add)[1]
+            choices = [choice for _, choice in fp8_rows(kind, mask, False, key_block, True, add)]
+            for choice in choices if add else (*choices, FP8_SMALL[kind][True]):
+                yield make_spec(FP8, kind, mask, choice, key_block=key_block, qk_dtype=INT8)
         for transposed in (False, True) if kind in _COMMON else ():
             for _, choice in FP8_TILES[kind]["window"][transposed]:
                 yield make_spec(FP8, kind, "window", choice)

@@ -18,7 +18,7 @@ from fa3.plan import H200, forward_specs, fp8_specs, make_spec
 from fa3.problem import Problem
 from fa3.quantization import default_block
 from fa3.quantize_plan import plan_quantize, quantize_specs
-from fa3.spec import FP8, ForwardSpec
+from fa3.spec import FP8, ForwardSpec, TransposeSpec
 from fa3.tiles import CANDIDATES, MODIFIED, QV, TILES, TileChoice
 
 PRESETS = (
@@ -73,6 +73,11 @@ def _features() -> Iterator[ForwardSpec]:
     yield make_spec("bf16", 128, "window", MODIFIED[128, 128], softcap=True, **_BIAS, **_PREFIX)
     for kind, mask in (((64, 256), "full"), ((128, 128), "causal")):
         yield make_spec("bf16", kind, mask, QV[kind], qv=True)
+
+
+def _transposes() -> Iterator[TransposeSpec]:
+    """The pass before attention that turns v to V^T."""
+    yield TransposeSpec()
 
 
 def _accuracy() -> Iterator[KernelSpec]:
@@ -189,7 +194,7 @@ def _sweep() -> Iterator[ForwardSpec]:
             yield make_spec("bf16", kind, mask, choice)
 
 
-_SHIPPED = (forward_specs, _features, _schedules, backward_specs, fp8_specs, quantize_specs)
+_SHIPPED = (forward_specs, _features, _schedules, backward_specs, fp8_specs, quantize_specs, _transposes)
 
 #: Preset -> the sets that it is made of.
 _SETS = {
@@ -198,7 +203,7 @@ _SETS = {
     "training": (forward_specs, backward_specs),
     "features": (_features,),
     "schedule": (_schedules,),
-    "fp8": (fp8_specs, quantize_specs),
+    "fp8": (fp8_specs, quantize_specs, _transposes),
     "accuracy": (_accuracy,),
     "all": _SHIPPED,
     "tests": (*_SHIPPED, _more_features, _features_of_gradients),

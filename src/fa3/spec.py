@@ -417,6 +417,37 @@ class QuantizeSpec(Spec):
             raise ValueError("power_of_two=True with scales='amax': the pass that makes scales rounds, not this one")
 
 
+@dataclass(frozen=True)
+class TransposeSpec(Spec):
+    """One compiled kernel that turns a v of e4m3 in rows to V^T, of any shape.
+
+    Attributes:
+        warps: warps of a block, which have 32 columns each.
+    """
+
+    kernel = "transpose"
+
+    warps: int = 4
+
+    #: Dynamic shared memory.
+    shared_bytes = 0
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps
+
+    @property
+    def name(self) -> str:
+        """Short unique name, ``transpose_e4m3_4``."""
+        return f"transpose_{FP8}_{self.warps}"
+
+    def validate(self) -> None:
+        """Raise ``ValueError`` when no kernel can be compiled from this spec."""
+        if not 1 <= self.warps <= 8:
+            raise ValueError(f"warps={self.warps}: allowed are 1 to 8")
+
+
 def dims_in_name(spec: Any) -> str:
     """The head dims in a name."""
     return f"d{spec.head_dim}" if spec.head_dim == spec.head_dim_v else f"d{spec.head_dim}v{spec.head_dim_v}"

@@ -24,6 +24,7 @@ from torch import Tensor
 from fa3 import plan as planning
 from fa3.backward_spec import BackwardSpec
 from fa3.compiler.store import default_store
+from fa3.e4m3 import slots_of
 from fa3.key_lists import KeyLists
 from fa3.mods import MaskMod, ScoreMod
 from fa3.options import OUT_DTYPES, Fp8, Options, fp8_of
@@ -62,6 +63,8 @@ class _Launch:
     v_transposed: bool = False
     #: Of e4m3, the extra arguments that come last, with 0 in the place of addresses.
     scales: tuple[int, ...] = ()
+    #: Of e4m3 with v in rows, the kernel of a pass that transposes it: the call goes on as one with V^T.
+    transpose: Callable[..., Any] | None = None
 
 
 _launches: dict[Any, _Launch] = {}
@@ -114,7 +117,23 @@ def forward(
     launch = _launches.get(key)
     if launch is None:
         launch = _remember(key, _prepare(q, k, v, softmax_scale, causal, None, options))
+    if launch.transpose is not None:
+        fp8 = (fp8_of(q.dtype, options) or Fp8())._replace(v_transposed=True)
+        options = (options or Options())._replace(fp8=fp8)
+        return forward(q, k, _transposed(launch.transpose, v), softmax_scale, causal, return_lse, options)
     return _run(launch, q, k, v, return_lse, options)
+
+
+def _transposed(function: Callable[..., Any], v: Tensor) -> Tensor:
+    """V^T of a v in rows, as `fa3.quantization.transposed`."""
+    if _must_copy(v) or v.data_ptr() % TMA_ALIGNMENT:
+        v = v.clone(memory_format=torch.contiguous_format)
+    batch, seqlen, heads, head_dim = v.shape
+    out = v.new_empty((batch, heads, head_dim, slots_of(seqlen)))
+    with torch.cuda.device(v.device):
+        stream = ctypes.c_void_p(_current_stream(v.get_device()))
+        function(v.data_ptr(), out.data_ptr(), stream, batch, seqlen, heads, head_dim, _strides(v))
+    return out
 
 
 def forward_with_spec(
@@ -379,6 +398,9 @@ def _prepare(
     facts = device_facts(q.device)
     if spec is None:
         planned = planning.plan(problem, facts)
+        if planned.transpose is not None:
+            function = default_store().load(planned.transpose)
+            return _Launch(None, (), out_shape, lse_shape, (False, False, False), device, transpose=function)
         spec, order = planned.spec, planned.order
     else:
         if not planning.computes(spec, problem):

@@ -15,6 +15,7 @@ _COMPILERS = {
     "backward_dq": ("backward_dq", "compile_query_gradient"),
     "finish": ("backward_finish", "compile_finish"),
     "quantize": ("quantize", "compile_quantize"),
+    "transpose": ("transpose_values", "compile_transpose"),
 }
 
 

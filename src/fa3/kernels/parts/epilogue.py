@@ -72,8 +72,11 @@ class Epilogue:
             barriers.sync_group(me.group)
             values = cute.make_tensor(rounded.iterator + part * cute.size(part_layout), part_layout)
             if const_expr(self.spec.transpose_stages):
-                row = layout.first_row(me.warp, me.lane)
-                transpose.store_sorted(Int32(out_tile.iterator.toint()), values, row, me.lane, columns)
+                # The shift gives 0. The compiler does not know, and so works out places here; before the loop over
+                # keys they would take registers from it.
+                lane = me.lane ^ (work.batch_index >> 31)
+                row = layout.first_row(me.warp, lane)
+                transpose.store_sorted(Int32(out_tile.iterator.toint()), values, row, lane, columns)
             else:
                 cute.copy(copy, copy_slice.retile(values), copy_slice.partition_D(out_tile))
             # Ordinary writes must be visible to TMA before the thread that issues the store goes on.
