@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from fa3.plan import DeviceFacts
 from fa3.quantization import default_block
-from fa3.spec import FP8, QuantizeSpec
+from fa3.spec import FP8, INT8, QuantizeSpec
 
 #: Rows of a thread block where all rows of a head share a scale.
 ROWS = 128
@@ -102,15 +102,16 @@ def quantize_specs() -> Iterator[QuantizeSpec]:
     """The kernels that ship; others are compiled when first asked for.
 
     Of bf16: a scale for each block of `default_block` of q and k, rotated, without and with a rotary embedding of
-    halves; of v in rows and transposed a scale for each head; at the usual head dims of v for each block too, and of q
-    and k for each head, without an embedding.
+    halves; of v in rows and transposed a scale for each head; at the usual head dims q and k in int8 as well, and of v
+    a scale for each block, and of q and k for each head, without an embedding.
     """
     for head_dim in HEAD_DIMS:
         blocks = default_block(head_dim), default_block(head_dim, two_level=True)
         for rows in sorted({rows for block in blocks for rows in block}):
             rotated = QuantizeSpec("bf16", head_dim, rows, rotate=True)
-            yield rotated
-            yield replace(rotated, rope="fp32")
+            for out in (FP8, INT8) if head_dim in (64, 128, 256) else (FP8,):
+                yield replace(rotated, out=out)
+                yield replace(rotated, out=out, rope="fp32")
         of_v = QuantizeSpec("bf16", head_dim, scales="given")
         yield from (replace(of_v, scales="amax"), of_v, replace(of_v, transpose=True))
     for head_dim in (64, 128, 256):
