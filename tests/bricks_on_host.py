@@ -22,6 +22,14 @@ import matrices_on_host
 from fa3.kernels.parts import barriers, ptx
 
 
+def _fmax(one: cutlass.Float32, other: cutlass.Float32, nan: bool = False) -> cutlass.Float32:
+    if not nan:
+        return cute.math.max(one, other)
+    # Of numbers that are not negative, as all are of which NaN is asked for: its bits are above theirs.
+    bits = (cutlass.Float32(x).bitcast(cutlass.Int32) for x in (one, other))
+    return cutlass.max(*bits).bitcast(cutlass.Float32)
+
+
 def _pack_pair(low: cutlass.Float32, high: cutlass.Float32, dtype: type[cutlass.Numeric]) -> cutlass.Int32:
     pair = cute.make_rmem_tensor(2, dtype)
     pair[0], pair[1] = dtype(low), dtype(high)
@@ -38,7 +46,7 @@ def _unpack(pair: cutlass.Int32, half: int, dtype: type[cutlass.Numeric]) -> cut
 @functools.cache
 def _compiled(entry: Callable[..., None], types: tuple[type, ...], constants: tuple[Any, ...]) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cute.arch, "fmax", cute.math.max)
+        patch.setattr(cute.arch, "fmax", _fmax)
         patch.setattr(cute.arch, "rcp_approx", lambda value: 1.0 / value)
         patch.setattr(cute.arch, "shuffle_sync_bfly", lambda value, offset: value)
         patch.setattr(cute.arch, "vote_any_sync", lambda predicate: predicate)

@@ -42,11 +42,11 @@ def signs_of_columns(words_address: Int64, out_address: Int64, spec: cutlass.Con
 
 
 @cute.jit
-def inverses(values_address: Int64, out_address: Int64, count: Int32, error: Float32):
-    """values (count,) -> out (count,): 448 over each, from reciprocals that are ``error`` off."""
+def inverses(values_address: Int64, out_address: Int64, count: Int32, error: Float32, numerator: cutlass.Constexpr):
+    """values (count,) -> out (count,): ``numerator`` over each, from reciprocals that are ``error`` off."""
     values, out = table(values_address, Float32, (count,)), table(out_address, Float32, (count,))
     for i in cutlass.range(count, unroll=1):
-        out[i] = rotation.inverse_of(values[i], lambda x: (Float32(1.0) + error) / x)
+        out[i] = rotation.inverse_of(values[i], lambda x: (Float32(1.0) + error) / x, numerator)
 
 
 @cute.jit
@@ -116,11 +116,11 @@ class OnHost(QuantizeKernel):
         amax = Float32(0.0)
         for number in cutlass.range(self.spec.split * threads, unroll=1):
             values = self.kept(shared, last, number)
-            amax = cute.arch.fmax(amax, rotation.largest_finite(values))
+            amax = cute.arch.fmax(amax, self.largest_of_thread(values), nan=True)
             self.keep(shared, last, number, values)
         if const_expr(self.spec.scales == "amax"):
             of_head = self.float32(self.block_of(call, index, row_blocks, 0).amax)
-            of_head[0] = cute.arch.fmax(of_head[0], amax)
+            of_head[0] = cute.arch.fmax(of_head[0], amax, nan=True)
         else:
             if const_expr(self.spec.scales == "given"):
                 amax = self.float32(self.block_of(call, index, row_blocks, 0).amax)[0]

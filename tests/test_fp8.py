@@ -231,7 +231,7 @@ def test_the_kernels_of_the_device_quantize(monkeypatch):
     q, k, v = tensors()
     rope = rope_of()
     by_functions = fa3.flash_attn_quantized_func(fa3.quantize_qkv(q, k, v, rope=rope, seed=9, v_layout="transposed"))
-    plain = {"interleaved": False, "first_position": 0, "transpose": False, "power_of_two": False}
+    plain = {"interleaved": False, "first_position": 0, "transpose": False, "power_of_two": False, "out": "e4m3"}
     rotation = {"rotate": True, "seed": 9, "rope": rope}
     expected = [
         ((2, 90, 4, 32), {**plain, **rotation, "rows": 64, "first_position": 60}),
@@ -341,7 +341,20 @@ def test_operators_of_fp8_pass_opcheck(with_rope, seed):
     q, k, v = tensors(requires_grad=True)
     cos, sin = rope_of() if with_rope else (None, None)
     for fp8, whole in ((Fp8(q_block=64, k_block=128, v_transposed=True), False), (Fp8(), True)):
-        call = (q, k, v, cos, sin, False, seed, whole, None, True, *schemas.flatten(Options(softcap=3.0, fp8=fp8)))
+        call = (
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            False,
+            seed,
+            whole,
+            "e4m3",
+            None,
+            True,
+            *schemas.flatten(Options(softcap=3.0, fp8=fp8)),
+        )
         torch.library.opcheck(torch.ops.fa3.fp8_forward.default, call)
         torch.library.opcheck(torch.ops.fa3.fp8_forward_lse.default, call)
     with torch.no_grad():
@@ -349,10 +362,10 @@ def test_operators_of_fp8_pass_opcheck(with_rope, seed):
         call = (
             torch.randn_like(out),
             None,
-            *(x.detach() if isinstance(x, torch.Tensor) else x for x in call[:8]),
+            *(x.detach() if isinstance(x, torch.Tensor) else x for x in call[:9]),
             out,
             lse,
-            *call[8:],
+            *call[9:],
         )
     torch.library.opcheck(torch.ops.fa3.fp8_backward.default, call)
 

@@ -238,7 +238,7 @@ def test_a_call_is_described_with_what_goes_with_e4m3():
     [
         (
             {"dtype": "bf16"},
-            r"^out_dtype, q_block, .*\('bf16', 64, 128, False, None\): go with dtype='e4m3', not 'bf16'",
+            r"^out_dtype, q_block, .*\('bf16', 64, 128, False, None, ''\): go with dtype='e4m3', not 'bf16'",
         ),
         ({"out_dtype": ""}, "^out_dtype='': allowed beside e4m3 are bf16, fp16"),
         ({"out_dtype": "fp32"}, "^out_dtype='fp32': allowed beside e4m3"),

@@ -16,9 +16,11 @@ PREAMBLE, *EXAMPLES = (
 )
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=["tensors of your own", "quantized once", "in place of 16 bits"])
+@pytest.mark.parametrize(
+    "example", EXAMPLES, ids=["tensors of your own", "quantized once", "in place of 16 bits", "int8"]
+)
 def test_an_example_of_the_page_is_attention_as_near_as_e4m3_comes(example):
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4
     names = {}
     exec(PREAMBLE, names)
     exec(example, names)
@@ -55,6 +57,15 @@ def test_keys_of_a_block_by_default_are_as_many_as_the_page_says(head_dim):
     assert "v has one scale a head." in words
     assert quantization.default_block(head_dim) == (64, 96 if 80 <= head_dim <= 128 else 128)
     assert quantization.default_block(head_dim, two_level=True) == (64, 96 if head_dim <= 64 else 128)
+
+
+@pytest.mark.parametrize(("out", "percent", "words"), [("e4m3", 2.6, "2.6 percent"), ("int8", 1.0, "one of 1 percent")])
+def test_rounding_gaussian_rows_costs_what_the_page_says(out, percent, words):
+    x = torch.randn(1, 1920, 4, 128)
+    values, scale = quantization.quantize_tensor(x, rows=96, out=out)
+    error = (quantization.dequantize(values, scale, 96) - x).norm() / x.norm()
+    assert 100 * error.item() == pytest.approx(percent, abs=0.1)
+    assert words in PAGE
 
 
 def test_a_block_of_zeros_has_the_scale_that_the_page_says():

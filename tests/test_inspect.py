@@ -93,7 +93,10 @@ def test_counts_resources_and_register_reallocation_are_read() -> None:
 def test_products_of_8_bits_are_products_and_are_counted_by_themselves_too() -> None:
     of_8_bits = "QGMMA.64x96x32.F32.E4M3.E4M3 R24, R180, gdesc[UR8], R24, gsb0"
     report = read_report(USAGE, sass([*QK, of_8_bits, "LDSM.16.MT88.4 R4, [R2]", "STSM.16.M88.4 [R2], R4", *EXIT]))
-    assert (report.hgmma, report.qgmma, report.ldsm) == (3, 1, 1)
+    assert (report.hgmma, report.qgmma, report.ldsm, report.igmma) == (3, 1, 1, 0)
+    of_int8 = "IGMMA.64x96x32.S8.S8 R24, gdesc[UR8], !UPT, gsb0"
+    report = read_report(USAGE, sass([*QK, of_8_bits, of_int8, *EXIT]))
+    assert (report.hgmma, report.qgmma, report.igmma) == (4, 1, 1)
 
 
 def test_softmax_between_the_two_waits_is_overlap() -> None:
@@ -236,7 +239,9 @@ def test_e4m3_multiplies_8_bits_and_loads_matrices_where_v_must_be_transposed_al
     in_rows = dataclasses.replace(spec, transpose_stages=2)
     assert check(in_rows, dataclasses.replace(kept, ldsm=8)) == []
     for asked, change, sentence in (
-        (spec, {"qgmma": KEPT.hgmma - 2}, "2 of 32 WGMMA are no QGMMA"),
+        (spec, {"qgmma": KEPT.hgmma - 2}, "2 of 32 WGMMA are no QGMMA or IGMMA"),
+        (spec, {"qgmma": KEPT.hgmma - 2, "igmma": 2}, "2 IGMMA: there must be some where q and k are int8, and none"),
+        (dataclasses.replace(spec, qk_dtype="int8"), {}, "0 IGMMA"),
         (spec, {"ldsm": 8}, "8 LDSM"),
         (in_rows, {"ldsm": 0}, "no LDSM"),
     ):

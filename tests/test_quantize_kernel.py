@@ -44,9 +44,9 @@ def on_host(x: Tensor, spec: QuantizeSpec, rope=None, first_position: int = 0, s
         *(0, batch, seqlen, heads, first_position, 0),
         *(x.stride()[:3], out_strides, of_heads.stride()),
         words,
-        quantization.scale_factor(spec.hadamard_block),
+        quantization.scale_factor(spec.hadamard_block, spec.out),
     )
-    return out.view(quantization.E4M3), scale, of_heads
+    return out.view(quantization.QK_DTYPES[spec.out]), scale, of_heads
 
 
 def agree(found: Tensor, expected: Tensor) -> None:
@@ -89,13 +89,14 @@ def test_signs_are_those_of_the_definition(head_dim):
         assert torch.equal(results, expected.expand(2, -1))
 
 
+@pytest.mark.parametrize("numerator", [448.0, 127.0])
 @pytest.mark.parametrize("error", [0.0, 2.0**-22, -(2.0**-22), 2.0**-23, -(2.0**-23)])
-def test_448_over_amax_is_correctly_rounded(error):
+def test_448_or_127_over_amax_is_correctly_rounded(error, numerator):
     edges = torch.tensor([2.0**-40, 448.0, 1.0, 2.0**60, 2.0**60 * 1.0000001, 2.0**126, torch.finfo().max])
     values = torch.cat([edges, (1 + torch.rand(100_000)) * 2.0 ** torch.randint(-40, 127, (100_000,))])
     results = floats(len(values))
-    call(wrappers.inverses, values, results, len(values), error)
-    assert torch.equal(results, torch.div(torch.tensor(448.0).expand_as(values), values))
+    call(wrappers.inverses, values, results, len(values), error, constants=(numerator,))
+    assert torch.equal(results, torch.div(torch.tensor(numerator).expand_as(values), values))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -198,6 +199,65 @@ def test_what_is_not_finite_becomes_nan_and_counts_in_no_scale(rotate):
     agree(found, expected)
 
 
+# One of each way to cut a row in pieces.
+@pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
+@pytest.mark.parametrize(("head_dim", "rows"), [(16, 64), (48, 96), (64, 64), (128, 96), (192, 64), (256, 64)])
+def test_int8_is_that_of_the_definition_bit_for_bit(head_dim, rows, rotate):
+    spec = QuantizeSpec("bf16", head_dim, rows, rotate=rotate, out="int8")
+    x = strided(2, 100, 2, head_dim, torch.bfloat16)
+    # Halves of a step, which go to the even neighbour: the scale of these rows is 1.
+    x[0, :64, 0] = torch.randint(-250, 251, (64, head_dim)) / 2
+    x[0, 0, 0, 0] = 127.0
+    found, scale, _ = on_host(x, spec, seed=3)
+    expected, expected_scale = quantization.quantize_tensor(x, rows=rows, rotate=rotate, seed=3, out="int8")
+    agree(scale, expected_scale)
+    agree(found, expected)
+    assert found.dtype is torch.int8
+    assert found.int().abs().max() == 127
+
+
+@pytest.mark.parametrize("size", [1e-40, 1e-30, 1e30])
+def test_tiny_and_huge_values_in_int8_are_those_of_the_definition(size):
+    spec = QuantizeSpec("bf16", 64, 64, rotate=True, out="int8")
+    x = (torch.randn(1, 64, 1, 64) * size).bfloat16()
+    found, scale, _ = on_host(x, spec)
+    expected, expected_scale = quantization.quantize_tensor(x, rows=64, rotate=True, out="int8")
+    agree(scale, expected_scale)
+    agree(found, expected)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["of a head", "of all"])
+def test_two_passes_share_a_scale_of_int8_and_what_is_not_finite_makes_it_nan(shared):
+    x = strided(2, 150, 3, 64, torch.bfloat16)
+    rows = "tensor" if shared else "head"
+    spec = QuantizeSpec("bf16", 64, rotate=True, scales="amax", out="int8")
+    for spoiled in (False, True):
+        if spoiled:
+            x[1, 140, 2, 7] = math.nan
+        amax = torch.zeros(1).expand(2, 3) if shared else torch.zeros(2, 3)
+        on_host(x, spec, amax=amax)
+        found, scale, _ = on_host(x, replace(spec, scales="given"), amax=amax)
+        expected, expected_scale = quantization.quantize_tensor(x, rows=rows, rotate=True, out="int8")
+        agree(scale, expected_scale)
+        assert scale.isnan().sum() == spoiled * (6 if shared else 1)
+        means_something = ~scale.isnan()[:, None, :, None].expand_as(found)
+        assert torch.equal(found[means_something], expected[means_something])
+
+
+@pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
+@pytest.mark.parametrize("what", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_makes_the_scale_of_its_block_of_int8_nan_and_no_other(rotate, what):
+    spec = QuantizeSpec("bf16", 64, 64, rotate=rotate, out="int8")
+    x = strided(1, 200, 2, 64, torch.bfloat16)
+    x[0, 70, 1, 5] = what
+    found, scale, _ = on_host(x, spec)
+    expected, expected_scale = quantization.quantize_tensor(x, rows=64, rotate=rotate, out="int8")
+    agree(scale, expected_scale)
+    assert scale.isnan().nonzero().tolist() == [[0, 1, 1]]
+    found[0, 64:128, 1] = expected[0, 64:128, 1] = 0
+    agree(found, expected)
+
+
 @pytest.mark.parametrize("size", [1e-40, 1e-30, 1e30])
 def test_tiny_and_huge_values_are_those_of_the_definition(size):
     spec = QuantizeSpec("bf16", 64, 64, rotate=True)
@@ -215,6 +275,7 @@ def test_tiny_and_huge_values_are_those_of_the_definition(size):
         QuantizeSpec("bf16", 256, rotate=True, rope="fp32"),
         QuantizeSpec("bf16", 128, transpose=True, power_of_two=True),
         QuantizeSpec("bf16", 256, power_of_two=True),
+        QuantizeSpec("bf16", 128, 96, rotate=True, out="int8"),
     ],
     ids=lambda spec: spec.name,
 )

@@ -1,5 +1,6 @@
 """The plan of quantization."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -79,7 +80,7 @@ def test_more_rows_or_sequences_than_a_grid_has_are_refused_by_name():
 
 def test_few_kernels_ship_and_a_plan_finds_them():
     specs = list(quantize_specs())
-    assert len(specs) == len(set(specs)) <= 64
+    assert len(specs) == len(set(specs)) <= 80
     for spec in specs:
         spec.validate()
     for head_dim in (64, 96, 128, 192, 256):
@@ -96,6 +97,9 @@ def test_few_kernels_ship_and_a_plan_finds_them():
             call = {**CALL, "rotate": False, "head_dim": head_dim, "rows": rows, **change}
             assert plan_quantize(**call).spec in specs
     for head_dim in (64, 128, 256):
+        for rows, rope in itertools.product(default_block(head_dim), ("", "fp32")):
+            call = {**CALL, "head_dim": head_dim, "rows": rows, "rotate": True, "rope": rope}
+            assert plan_quantize(**call, out="int8").spec in specs
         for change in ({}, {"rotate": False}, {"rotate": False, "transpose": True}):
             planned = plan_quantize(**{**CALL, "head_dim": head_dim, "rows": "head", **change})
             assert {planned.spec, planned.amax} <= set(specs)

@@ -29,6 +29,7 @@ def test_its_name_tells_it_apart_by_every_field():
         "transpose": True,
         "scales": "given",
         "power_of_two": True,
+        "out": "int8",
     }
     assert set(others) == {field.name for field in dataclasses.fields(QuantizeSpec)}
     names = {SPEC.name, *(replace(SPEC, **{field: value}).name for field, value in others.items())}
@@ -80,6 +81,9 @@ def test_thread_blocks_that_share_rows_are_no_more_than_any_gpu_has_in_a_cluster
         ({"transpose": True, "rotate": True}, "transpose=True: V is neither rotated"),
         ({"transpose": True, "rope": "same"}, "transpose=True: V is neither rotated"),
         ({"transpose": True, "scales": "amax"}, "transpose=True with scales='amax'"),
+        ({"out": "bf16"}, "out='bf16': allowed are 'e4m3', 'int8'"),
+        ({"out": "int8", "transpose": True}, "out='int8', transpose=True, .* of v, which becomes 'e4m3'"),
+        ({"out": "int8", "power_of_two": True}, "out='int8', .*power_of_two=True: .* of v, which becomes 'e4m3'"),
         ({"power_of_two": True, "scales": "amax"}, "power_of_two=True with scales='amax'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Plain numbers of e4m3 and of its V^T, which kernels and their twins in PyTorch share."""
+"""Plain numbers of e4m3, of its V^T and of int8, which kernels and their twins in PyTorch share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from typing import Any
 
 #: Largest magnitude of e4m3.
 E4M3_MAX = 448.0
+#: Largest magnitude that q and k have in int8; -128 has no counterpart.
+INT8_MAX = 127.0
+#: By the names of what q and k become.
+LARGEST = {"e4m3": E4M3_MAX, "int8": INT8_MAX}
+
+#: A float32 to which numbers up to 2^22 are added in steps of 1: its last bits are then those of their integer. The
+#: sum is rounded to nearest even, as int8 shall be.
+INTEGER_STEPS = 1.5 * 2.0**23
 
 #: What a smaller amax counts as, 0 too: the products of scales with each other and with softmax_scale stay normal
 #: float32 numbers, and a block of zeros never has the largest scale of its head, to which others are compared.

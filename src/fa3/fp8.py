@@ -1,12 +1,13 @@
 """The public functions of FP8: quantize q, k and v to e4m3, attend to what was quantized, or do both, with gradients.
 
 Official FlashAttention-3 takes e4m3 with one scale a head, as `fa3.flash_attn_func` does; these functions also do what
-its paper describes: block quantization and incoherent processing (Shah et al., arXiv:2407.08608, section 3.3).
+its paper describes: block quantization and incoherent processing (Shah et al., arXiv:2407.08608, section 3.3). q and k
+may be int8 in the place of e4m3.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +17,15 @@ from fa3.interface import check_int, check_options, nobody_watches
 from fa3.mods import BlockMask, MaskMod, ScoreMod
 from fa3.options import OUT_DTYPES, Fp8, Options
 from fa3.problem import MAX_HEAD_DIM, check_bool, check_softmax_scale, named
-from fa3.quantization import BLOCK_CHOICES, MAX_SEED, TWO_LEVEL_KEYS, QuantizedQKV, default_block, is_block
+from fa3.quantization import (
+    BLOCK_CHOICES,
+    MAX_SEED,
+    QK_DTYPES,
+    TWO_LEVEL_KEYS,
+    QuantizedQKV,
+    default_block,
+    is_block,
+)
 from fa3.tensor_checks import check_device, check_strides, check_tensors, listed
 
 _Rope = tuple[Tensor, Tensor]
@@ -122,6 +131,12 @@ def _check_seed(incoherent: object, seed: object) -> int | None:
     return number if incoherent else None
 
 
+def _check_qk_dtype(qk_dtype: object) -> str:
+    if not isinstance(qk_dtype, str) or qk_dtype not in QK_DTYPES:
+        raise ValueError(f"qk_dtype={qk_dtype!r}: allowed are {' and '.join(map(repr, QK_DTYPES))}")
+    return qk_dtype
+
+
 def _check_two_level(two_level: object) -> None:
     if two_level is not None and two_level is not True and two_level is not False:
         raise TypeError(f"{named('two_level', two_level)}: must be True, False or None, not {type(two_level).__name__}")
@@ -150,6 +165,7 @@ def quantize_qkv(
     seed: int = 0,
     block: tuple[int, int] | str | None = None,
     v_layout: str = "row",
+    qk_dtype: Literal["e4m3", "int8"] = "e4m3",
 ) -> QuantizedQKV:
     """Quantize q, k and v to e4m3 with scales; on Hopper one pass over each, rotary embedding included.
 
@@ -171,6 +187,9 @@ def quantize_qkv(
             suit the kernels, (64, 96) or (64, 128) by head_dim and by whether rows are long, of v one scale a head.
         v_layout: ``"row"``: v stays (batch, seqlen_k, heads_kv, head_dim_v); ``"transposed"``: V^T as the kernels
             read it, (batch, heads_kv, head_dim_v, seqlen_k rounded up to 16), keys in an order of their own.
+        qk_dtype: what q and k become; v is always e4m3. ``"int8"`` rounds less, with ``incoherent``: its steps are
+            even, so that without it an outlier leaves the rest of its block few of them. It has no NaN: what is not
+            finite in q or k makes the scale of its block NaN.
 
     Returns:
         A `QuantizedQKV`, for `flash_attn_quantized_func`.
@@ -195,6 +214,7 @@ def quantize_qkv(
     return quantization.quantize_qkv(
         fp8_ops.quantize_tensor, q, k, v, tables, interleaved, _check_seed(incoherent, seed),
         _check_block(block, q.shape[3], k.shape[1] > TWO_LEVEL_KEYS), v_layout, block is None,
+        _check_qk_dtype(qk_dtype),
     )  # fmt: skip
 
 
@@ -287,6 +307,8 @@ def flash_attn_fp8_func(
     block_mask: BlockMask | None = None,
     deterministic: bool = False,
     sm_margin: int = 0,
+    *,
+    qk_dtype: Literal["e4m3", "int8"] = "e4m3",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of 16-bit q, k and v, computed in e4m3, with 16-bit gradients: `quantize_qkv`, then attention.
 
@@ -301,7 +323,8 @@ def flash_attn_fp8_func(
         k: (batch, seqlen_k, heads_kv, head_dim).
         v: (batch, seqlen_k, heads_kv, head_dim_v).
         softmax_scale: default ``head_dim ** -0.5``.
-        rope, interleaved, incoherent, seed, block: as `quantize_qkv` takes them. cos and sin have no gradient.
+        rope, interleaved, incoherent, seed, block, qk_dtype: as `quantize_qkv` takes them. cos and sin have no
+            gradient.
         two_level: as `flash_attn_quantized_func` takes it.
         causal, window_size, attention_chunk, softcap, sink, score_mod, mask_mod, block_mask, return_lse, deterministic,
             sm_margin: as `fa3.flash_attn_func` takes them.
@@ -318,6 +341,7 @@ def flash_attn_fp8_func(
     _check_qkv(q, k, v, _SIXTEEN_BITS)
     tables = _check_rope(rope, interleaved, q, k)
     _check_two_level(two_level)
+    of_qk = _check_qk_dtype(qk_dtype)
     adds = k.shape[1] > TWO_LEVEL_KEYS if two_level is None else two_level
     number, rows = _check_seed(incoherent, seed), _check_block(block, q.shape[3], adds)
     causal, options = _check_options(
@@ -339,4 +363,4 @@ def flash_attn_fp8_func(
     )
     if softmax_scale is not None:
         softmax_scale = check_softmax_scale(softmax_scale)
-    return fp8_ops.attend(q, k, v, tables, interleaved, number, rows, softmax_scale, causal, return_lse, options)
+    return fp8_ops.attend(q, k, v, tables, interleaved, number, rows, of_qk, softmax_scale, causal, return_lse, options)

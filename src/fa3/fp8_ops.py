@@ -15,7 +15,7 @@ from torch import Tensor
 from fa3 import backends, ops, quantization
 from fa3.e4m3 import slots_of
 from fa3.options import Fp8, Options
-from fa3.quantization import E4M3, QuantizedQKV, rope_rows
+from fa3.quantization import QK_DTYPES, QuantizedQKV, rope_rows
 from fa3.schemas import OPTIONS, flatten, unflatten
 
 _library = torch.library.Library("fa3", "FRAGMENT")
@@ -26,12 +26,14 @@ ROWS = {name: rows for rows, name in _NAMES.items()}
 
 _library.define(
     "quantize(Tensor x, Tensor? cos, Tensor? sin, int rows, bool rotate, int seed, bool interleaved, "
-    "int first_position, bool transpose, bool power_of_two) -> (Tensor, Tensor)"
+    "int first_position, bool transpose, bool power_of_two, str out_dtype='e4m3') -> (Tensor, Tensor)"
 )
 # A seed that is None: not incoherent. What q_block, k_block, v_transposed, out_dtype and two_level of the options say
-# is how to quantize and to compute; ``whole`` makes "tensor" of "head".
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, bool interleaved, int? seed, bool whole"
-_INPUT_COUNT, _DIFFERENTIABLE = 8, 3
+# is how to quantize and to compute; ``whole`` makes "tensor" of "head"; ``qk_dtype`` is what q and k become.
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, bool interleaved, int? seed, bool whole, str qk_dtype"
+)
+_INPUT_COUNT, _DIFFERENTIABLE = 9, 3
 _CALL = f"float? softmax_scale, bool causal, {OPTIONS}"
 _library.define(f"fp8_forward({_INPUTS}, {_CALL}) -> Tensor")
 _library.define(f"fp8_forward_lse({_INPUTS}, {_CALL}) -> (Tensor, Tensor)")
@@ -52,12 +54,13 @@ def quantize_tensor(
     first_position: int,
     transpose: bool,
     power_of_two: bool,
+    out: str,
 ) -> tuple[Tensor, Tensor]:
     """`fa3.quantization.quantize_tensor` as an operator, by the backend of the device of x. It has no gradient."""
     cos, sin = (None, None) if rope is None else rope
     number = rows if isinstance(rows, int) else ROWS[rows]
     return torch.ops.fa3.quantize(
-        x, cos, sin, number, rotate, seed, interleaved, first_position, transpose, power_of_two
+        x, cos, sin, number, rotate, seed, interleaved, first_position, transpose, power_of_two, out
     )
 
 
@@ -77,6 +80,7 @@ def attend(
     interleaved: bool,
     seed: int | None,
     block: tuple[int, int] | str,
+    qk_dtype: str,
     softmax_scale: float | None,
     causal: bool,
     return_lse: bool,
@@ -91,7 +95,7 @@ def attend(
         options = options._replace(fp8=options.fp8._replace(q_block=block[0], k_block=block[1]))
     operator = torch.ops.fa3.fp8_forward_lse if return_lse else torch.ops.fa3.fp8_forward
     whole = block == "tensor"
-    return operator(q, k, v, cos, sin, interleaved, seed, whole, softmax_scale, causal, *flatten(options))
+    return operator(q, k, v, cos, sin, interleaved, seed, whole, qk_dtype, softmax_scale, causal, *flatten(options))
 
 
 # Kernels, for every device ------------------------------------------------------------------------------------------
@@ -112,6 +116,7 @@ def _quantize(
     first_position: int,
     transpose: bool,
     power_of_two: bool,
+    out: str = "e4m3",
 ) -> tuple[Tensor, Tensor]:
     values, scale = backends.quantizer_for(x)(
         x,
@@ -123,6 +128,7 @@ def _quantize(
         first_position=first_position,
         transpose=transpose,
         power_of_two=power_of_two,
+        out=out,
     )
     # One scale in all may be one number expanded, of which an operator's answer may not be made.
     return values, scale.contiguous()
@@ -144,6 +150,7 @@ def _call_forward(
     interleaved: bool,
     seed: int | None,
     whole: bool,
+    qk_dtype: str,
     softmax_scale: float | None,
     causal: bool,
     *arguments: Any,
@@ -155,7 +162,7 @@ def _call_forward(
     v_layout = "transposed" if fp8.v_transposed else "row"
     quantize = backends.quantizer_for(q)
     x = quantization.quantize_qkv(
-        quantize, q, k, v, _rope(cos, sin), interleaved, seed, block, v_layout, v_of_head=not whole
+        quantize, q, k, v, _rope(cos, sin), interleaved, seed, block, v_layout, v_of_head=not whole, qk_dtype=qk_dtype
     )
     options = options._replace(fp8=fp8_options(x, fp8.out_dtype, fp8.two_level))
     answer = backends.forward_for(q)(x.q, x.k, x.v, softmax_scale, causal, return_lse, options)
@@ -180,6 +187,7 @@ def _fp8_backward(
     interleaved: bool,
     seed: int | None,
     whole: bool,
+    qk_dtype: str,
     out: Tensor,
     lse: Tensor,
     softmax_scale: float | None,
@@ -220,11 +228,12 @@ def _fake_quantize(
     first_position: int,
     transpose: bool,
     power_of_two: bool,
+    out: str = "e4m3",
 ) -> tuple[Tensor, Tensor]:
     batch, seqlen, heads, head_dim = x.shape
     shape = (batch, heads, head_dim, slots_of(seqlen)) if transpose else x.shape
     blocks = (-(-seqlen // rows),) if rows > 0 else ()
-    return x.new_empty(shape, dtype=E4M3), x.new_empty((batch, heads, *blocks), dtype=torch.float32)
+    return x.new_empty(shape, dtype=QK_DTYPES[out]), x.new_empty((batch, heads, *blocks), dtype=torch.float32)
 
 
 def _fake_checks(

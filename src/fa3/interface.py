@@ -208,16 +208,16 @@ def flash_attn_func(
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), fp16, bf16 or, in multiples of 16 of head_dim, e4m3
-            (torch.float8_e4m3fn); tiled backend: fp32 and fp64 too. The last stride is 1, all others are free; the
-            hopper and sdpa backends copy once what is not aligned to 16 bytes.
+            (torch.float8_e4m3fn), or int8 q and k beside e4m3 v; tiled backend: fp32 and fp64 too. The last stride is
+            1, all others are free; the hopper and sdpa backends copy once what is not aligned to 16 bytes.
         k: (batch, seqlen_k, heads_kv, head_dim); heads_kv divides heads_q.
         v: (batch, seqlen_k, heads_kv, head_dim_v).
         softmax_scale: default ``head_dim ** -0.5``, with qv ``(head_dim + head_dim_v) ** -0.5``.
         causal: query i sees key j when ``j <= p``.
         qv: (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q, last stride 1: adds ``qv · v`` to ``q · k``.
             Not with e4m3.
-        q_descale, k_descale, v_descale: what e4m3 q, k and v are multiplied by, float32 (batch, heads_kv), any strides
-            (0 for one number for all), positive; ``None`` is 1. A query head has the scale of its K/V head, or
+        q_descale, k_descale, v_descale: what e4m3 and int8 q, k and v are multiplied by, float32 (batch, heads_kv), any
+            strides (0 for one number for all), positive; ``None`` is 1. A query head has the scale of its K/V head, or
             q_descale is (batch, heads_q). `fa3.quantize_qkv` makes finer scales.
         window_size: (left, right): query i sees keys ``p - left <= j <= p + right``; -1 is an open side, and
             ``causal`` makes the right one 0.

@@ -24,7 +24,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from fa3 import backends
 from fa3.backends import tiled
-from fa3.options import Options, fp8_of, out_dtype_of
+from fa3.options import Options, fp8_of, is_fp8, out_dtype_of
 from fa3.problem import check_forward, check_kinds
 from fa3.schemas import AUX, OPTIONS, QV, SINK, flatten, unflatten, unpack
 
@@ -321,7 +321,7 @@ class Pair:
 
 
 def _refuse_gradients_of_e4m3(q: Tensor) -> None:
-    if q.dtype is torch.float8_e4m3fn:
+    if is_fp8(q.dtype):
         raise NotImplementedError(
             "flash_attn_func has no gradients of a call in e4m3, by any of its inputs: detach them or use "
             "torch.no_grad(); flash_attn_fp8_func takes 16-bit q, k and v, quantizes them itself, and has gradients"

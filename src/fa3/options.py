@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from fa3.mods import BlockMask, MaskMod, ScoreMod
+from fa3.quantization import QK_DTYPES
 
 #: fa3's names of what an e4m3 call may answer in.
 OUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Fp8(NamedTuple):
-    """What goes with e4m3 q, k and v: an element is its e4m3 value times its scale.
+    """What goes with e4m3 q, k and v, or int8 q and k beside e4m3 v: an element is its value times its scale.
 
     Attributes:
         q_scale: float32, any strides: (batch, heads_kv), for all query heads of a group, or (batch, heads_q); with
@@ -78,14 +79,19 @@ class Options(NamedTuple):
     fp8: Fp8 | None = None
 
 
+def is_fp8(dtype: torch.dtype) -> bool:
+    """Whether q of this dtype goes with v of e4m3: it is that too, or int8."""
+    return dtype in QK_DTYPES.values()
+
+
 def fp8_of(dtype: torch.dtype, options: Options | None) -> Fp8 | None:
-    """What of the options goes with e4m3, where ``dtype`` is that, else ``None``."""
-    if dtype is not torch.float8_e4m3fn:
+    """What of the options goes with e4m3, where ``dtype``, that of q, says that v is such, else ``None``."""
+    if not is_fp8(dtype):
         return None
     return Fp8() if options is None or options.fp8 is None else options.fp8
 
 
 def out_dtype_of(dtype: torch.dtype, options: Options | None) -> torch.dtype:
-    """The dtype of out, given that of q, k and v."""
+    """The dtype of out, given that of q."""
     fp8 = fp8_of(dtype, options)
     return dtype if fp8 is None else OUT_DTYPES[fp8.out_dtype]

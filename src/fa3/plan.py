@@ -226,6 +226,8 @@ def _fp8_reasons(problem: Problem, spec: ForwardSpec) -> Iterator[str]:
         yield f"v comes in rows: spare warps of the producer transpose it, {spec.transpose_stages} tiles ahead"
     else:
         yield "v comes transposed: tensor cores take it as it is"
+    if spec.qk_dtype:
+        yield "q and k are int8: tensor cores add their products exactly, in int32"
     asked = "as asked" if problem.two_level is not None else f"{problem.seqlen_k} keys"
     if spec.promote:
         parts = f", in {spec.parts} parts of their columns" if spec.parts > 1 else ""
@@ -249,7 +251,7 @@ def computes(spec: ForwardSpec, problem: Problem) -> bool:
         and not (spec.pack_gqa and problem.seqlen_q * problem.group_size > MAX_PACKED_ROWS)
         and (spec.score_mod, spec.score_aux) == (problem.score_mod, ",".join(problem.score_aux))
         and (spec.mask_mod, spec.mask_aux) == (problem.mask_mod, ",".join(problem.mask_aux))
-        and (spec.out_dtype, spec.key_block) == (problem.out_dtype, problem.k_block)
+        and (spec.out_dtype, spec.key_block, spec.qk_dtype) == (problem.out_dtype, problem.k_block, problem.qk_dtype)
         and not (spec.fp8 and problem.v_transposed == bool(spec.transpose_stages))
         and not (problem.two_level is False and spec.promote)
         and not (problem.two_level and not spec.promote)
@@ -273,6 +275,7 @@ def kernel_of(problem: Problem, device: DeviceFacts) -> tuple[TileChoice, Forwar
         "mask_aux": ",".join(problem.mask_aux),
         "out_dtype": problem.out_dtype,
         "key_block": problem.k_block,
+        "qk_dtype": problem.qk_dtype,
     }
 
     def spec(choice: TileChoice, packed: bool = False) -> ForwardSpec:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fa3.mods import AUX_DTYPES, BlockMask, MaskMod, ScoreMod, check_sizes
-from fa3.options import OUT_DTYPES, Options, fp8_of
+from fa3.options import OUT_DTYPES, Options, fp8_of, is_fp8
 from fa3.quantization import is_block
 from fa3.scales import check_scale_kinds, describe_fp8, refuse_transposed
 from fa3.tensor_checks import check_device, check_shape, check_strides, check_tensors, listed
@@ -27,6 +27,9 @@ DTYPE_NAMES = {
     torch.float64: "fp64",
     torch.float8_e4m3fn: "e4m3",
 }
+
+#: What q and k may be where v is e4m3.
+_INT8 = torch.int8
 
 #: Largest head dim of q and k.
 MAX_HEAD_DIM = 256
@@ -92,6 +95,7 @@ class Problem:
             them: all of a head do.
         v_transposed: of e4m3, v is V^T with keys in the order of `fa3.quantization.transposed`.
         two_level: of e4m3, partial outputs are added in float32; ``None`` leaves the choice to the plan.
+        qk_dtype: ``"int8"`` where q and k are that, beside v of e4m3, which ``dtype`` then tells; else empty.
 
     Raises:
         ValueError: a number is out of range; the message names it and what is allowed.
@@ -127,6 +131,7 @@ class Problem:
     k_block: int = 0
     v_transposed: bool = False
     two_level: bool | None = None
+    qk_dtype: str = ""
 
     def __post_init__(self) -> None:
         for field in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv"):
@@ -173,14 +178,16 @@ class Problem:
             )
 
     def _check_fp8(self) -> None:
-        fp8 = (self.out_dtype, self.q_block, self.k_block, self.v_transposed, self.two_level)
+        fp8 = (self.out_dtype, self.q_block, self.k_block, self.v_transposed, self.two_level, self.qk_dtype)
         if self.dtype != "e4m3":
-            if fp8 != ("", 0, 0, False, None):
+            if fp8 != ("", 0, 0, False, None, ""):
                 raise ValueError(
-                    f"out_dtype, q_block, k_block, v_transposed, two_level={fp8}: go with dtype='e4m3', not "
+                    f"out_dtype, q_block, k_block, v_transposed, two_level, qk_dtype={fp8}: go with dtype='e4m3', not "
                     f"{self.dtype!r}"
                 )
             return
+        if self.qk_dtype not in ("", "int8"):
+            raise ValueError(f"qk_dtype={self.qk_dtype!r}: allowed are 'int8', and '' for e4m3")
         if self.out_dtype not in OUT_DTYPES:
             raise ValueError(f"out_dtype={self.out_dtype!r}: allowed beside e4m3 are {', '.join(OUT_DTYPES)}")
         blocks = (self.q_block, self.k_block)
@@ -283,9 +290,16 @@ def check_kinds(q: Tensor, k: Tensor, v: Tensor, options: Options | None = None)
             raise ValueError(
                 f"{name} has {tensor.dim()} dims, shape {tuple(tensor.shape)}: must be (batch, seqlen, heads, head_dim)"
             )
-        if tensor.dtype not in DTYPE_NAMES:
-            raise TypeError(f"{name} has dtype {tensor.dtype}: allowed are {listed(DTYPE_NAMES)}")
-    if not q.dtype == k.dtype == v.dtype:
+        if tensor.dtype not in DTYPE_NAMES and (name == "v" or tensor.dtype is not _INT8):
+            int8 = "" if name == "v" else f", and {_INT8} of q and k beside v of torch.float8_e4m3fn"
+            raise TypeError(f"{name} has dtype {tensor.dtype}: allowed are {listed(DTYPE_NAMES)}{int8}")
+    if _INT8 in (q.dtype, k.dtype):
+        if not q.dtype == k.dtype or v.dtype is not torch.float8_e4m3fn:
+            raise TypeError(
+                f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}: {_INT8} must be that of both q and k, "
+                "beside v of torch.float8_e4m3fn"
+            )
+    elif not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}: must be the same")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v are on devices {q.device}, {k.device} and {v.device}: must be the same")
@@ -305,7 +319,7 @@ def _check_option_kinds(q: Tensor, options: Options) -> None:
         check_device("sink", sink, q)
     if qv is not None:
         check_tensors(qv=qv)
-        if q.dtype is torch.float8_e4m3fn:
+        if is_fp8(q.dtype):
             raise TypeError(f"qv is given, and q has dtype {q.dtype}: {_NO_QV}")
         if qv.dtype != q.dtype:
             raise TypeError(f"qv has dtype {qv.dtype}, q {q.dtype}: must be the same")
@@ -335,7 +349,7 @@ def check_forward(
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), last stride 1, other strides free.
         k: (batch, seqlen_k, heads_kv, head_dim), same dtype and device as q.
-        v: (batch, seqlen_k, heads_kv, head_dim_v), same dtype and device as q.
+        v: (batch, seqlen_k, heads_kv, head_dim_v), same dtype and device as q, but e4m3 where q and k are int8.
         softmax_scale: ``None`` means ``head_dim ** -0.5``, with qv ``(head_dim + head_dim_v) ** -0.5``.
         causal: bottom-right aligned causal mask.
         return_lse: the caller also wants the log-sum-exp.
@@ -373,6 +387,7 @@ def check_forward(
     fields: dict[str, Any] = {}
     if fp8 is not None:
         fields = describe_fp8(fp8, v, (batch, seqlen_q, seqlen_k), (heads_q, heads_kv))
+        fields["qk_dtype"] = "int8" if q.dtype is _INT8 else ""
     if options is not None:
         fields |= _describe_options(options, (batch, seqlen_q, heads_q, head_dim_v), seqlen_k)
         score_columns += head_dim_v if options.qv is not None else 0
@@ -388,7 +403,7 @@ def check_forward(
         heads_kv=heads_kv,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        dtype=DTYPE_NAMES[q.dtype],
+        dtype=DTYPE_NAMES[v.dtype],
         softmax_scale=scale,
         causal=bool(causal),
         return_lse=bool(return_lse),

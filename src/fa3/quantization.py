@@ -1,4 +1,4 @@
-"""e4m3 with scales: rotary embedding, random signs, Walsh-Hadamard transform and rounding, in plain PyTorch.
+"""e4m3 and int8 with scales: rotary embedding, random signs, Walsh-Hadamard transform, rounding, in plain PyTorch.
 
 This is the definition; the kernel that quantizes on Hopper GPUs is measured against it. In order, for x of a head:
 
@@ -11,6 +11,10 @@ This is the definition; the kernel that quantizes on Hopper GPUs is measured aga
 4. e4m3 is ``x * (448 / amax)``, rounded to nearest even, saturating at 448; what is not finite becomes NaN.
 5. The scale is ``amax * float32(1 / (448 sqrt(n)))``, n = 1 for what was not rotated, so that ``e4m3 * scale`` is x,
    rotated by an orthogonal matrix.
+
+q and k may become int8 instead, v never: with 127 in the place of 448, ``x * (127 / amax)`` is rounded once to the
+nearest integer, to even. int8 has no NaN, so what is not finite makes the scale of its block (head, tensor) NaN, and
+with it all that is computed of the block, whose integers mean nothing.
 
 Everything is float32: of values above ``FLT_MAX / n`` (1e36 for n = 256) sums overflow, and become NaN.
 """
@@ -28,12 +32,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fa3.e4m3 import E4M3_MAX, KEY_OF_SLOT, LARGEST_AMAX, SLOTS, SMALLEST_AMAX, round_up_bits, slots_of
+from fa3.e4m3 import (
+    E4M3_MAX,
+    INT8_MAX,
+    KEY_OF_SLOT,
+    LARGEST,
+    LARGEST_AMAX,
+    SLOTS,
+    SMALLEST_AMAX,
+    round_up_bits,
+    slots_of,
+)
 
 #: What `quantize_tensor` is: its arguments but the first by name.
 Quantizer = Callable[..., tuple[Tensor, Tensor]]
 
 E4M3 = torch.float8_e4m3fn
+
+#: What q and k may become; v is always e4m3.
+QK_DTYPES = {"e4m3": E4M3, "int8": torch.int8}
 
 #: Rows of q, and of k and v, that may share a scale. 64 queries are those of a warpgroup, which takes one factor for
 #: all of its scores; keys go by tiles.
@@ -169,10 +186,13 @@ def default_block(head_dim: int, two_level: bool = False) -> tuple[int, int]:
 # Scales and rounding ------------------------------------------------------------------------------------------------
 
 
-def _amax(x: Tensor, rows: int | str) -> Tensor:
-    """Largest finite magnitudes of (batch, seqlen, heads, d): (batch, heads, blocks), or (batch, heads)."""
+def _amax(x: Tensor, rows: int | str, not_finite: float) -> Tensor:
+    """Largest magnitudes of (batch, seqlen, heads, d), that of NaN and Inf as said, 0 or NaN.
+
+    (batch, heads, blocks), or (batch, heads).
+    """
     batch, seqlen, heads, _ = x.shape
-    of_rows = torch.where(x.isfinite(), x.abs(), 0.0).amax(dim=-1)
+    of_rows = torch.where(x.isfinite(), x.abs(), not_finite).amax(dim=-1)
     if isinstance(rows, int):
         blocks = -(-seqlen // rows)
         padded = F.pad(of_rows, (0, 0, 0, blocks * rows - seqlen))
@@ -205,9 +225,19 @@ def to_e4m3(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), saturated, torch.nan).to(E4M3)
 
 
-def scale_factor(rotated_block: int) -> float:
-    """``1 / (448 sqrt(n))`` rounded to float32: what amax is multiplied by to give the scale; n is 1 if not rotated."""
-    return torch.tensor(1.0 / (E4M3_MAX * math.sqrt(rotated_block)), dtype=torch.float32).item()
+def to_int8(x: Tensor, factor: Tensor) -> Tensor:
+    """``x * factor`` rounded once, to nearest even, within -127 to 127; what is not finite becomes 0."""
+    # Products of two float32 are exact in float64.
+    product = (x.double() * factor.double()).round().clamp(-INT8_MAX, INT8_MAX)
+    return torch.where(product.isfinite(), product, 0.0).to(torch.int8)
+
+
+def scale_factor(rotated_block: int, out: str = "e4m3") -> float:
+    """``1 / (448 sqrt(n))`` rounded to float32: what amax is multiplied by to give the scale; n is 1 if not rotated.
+
+    Of int8 with 127.
+    """
+    return torch.tensor(1.0 / (LARGEST[out] * math.sqrt(rotated_block)), dtype=torch.float32).item()
 
 
 def quantize_tensor(
@@ -221,8 +251,9 @@ def quantize_tensor(
     first_position: int = 0,
     transpose: bool = False,
     power_of_two: bool = False,
+    out: str = "e4m3",
 ) -> tuple[Tensor, Tensor]:
-    """Quantize q, k or v to e4m3; the arguments are taken as checked.
+    """Quantize q, k or v to e4m3, or q or k to int8; the arguments are taken as checked.
 
     Args:
         x: (batch, seqlen, heads, d) fp16, bf16 or fp32, any strides; d a multiple of 16 up to 256.
@@ -235,9 +266,10 @@ def quantize_tensor(
         first_position: position of row 0 there.
         transpose: return V^T in the order of `transposed`.
         power_of_two: round amax up, so that scales (of what is not rotated) are powers of two.
+        out: ``"e4m3"`` or ``"int8"``, which goes with no ``transpose`` or ``power_of_two``: those are of v.
 
     Returns:
-        e4m3 (batch, seqlen, heads, d), contiguous, or with ``transpose`` (batch, heads, d, round_up(seqlen, 16)); and
+        Values (batch, seqlen, heads, d), contiguous, or with ``transpose`` (batch, heads, d, round_up(seqlen, 16)); and
         scales, float32: (batch, heads, ceil(seqlen / rows)), contiguous, or (batch, heads), which of ``"tensor"`` may
         be one number expanded.
     """
@@ -245,13 +277,15 @@ def quantize_tensor(
     values = x.float() if rope is None else rope_rows(x, rope, interleaved, first_position)
     if rotate:
         values = hadamard(values * signs(seed, head_dim, x.device))
-    amax = _amax(values, rows).clamp_min(SMALLEST_AMAX)
+    int8 = out == "int8"
+    amax = _amax(values, rows, math.nan if int8 else 0.0).clamp_min(SMALLEST_AMAX)
     if power_of_two:
         amax = round_up_amax(amax)
     # torch.div: a number over a tensor would be the tensor's reciprocal times the number, which rounds twice.
-    inverse = torch.div(torch.full_like(amax, E4M3_MAX), amax)
-    quantized = to_e4m3(values * _of_rows(inverse, rows if isinstance(rows, int) else 0, x.shape[1]))
-    scale = amax * scale_factor(hadamard_block(head_dim) if rotate else 1)
+    inverse = torch.div(torch.full_like(amax, LARGEST[out]), amax)
+    factor = _of_rows(inverse, rows if isinstance(rows, int) else 0, x.shape[1])
+    quantized = to_int8(values, factor) if int8 else to_e4m3(values * factor)
+    scale = amax * scale_factor(hadamard_block(head_dim) if rotate else 1, out)
     return transposed(quantized) if transpose else quantized.contiguous(), scale.contiguous()
 
 
@@ -282,10 +316,10 @@ def rows_of_transposed(v: Tensor, seqlen: int) -> Tensor:
 
 
 def dequantize(values: Tensor, scale: Tensor | None, rows: int = 0) -> Tensor:
-    """``e4m3 * scale`` in float32.
+    """``values * scale`` in float32.
 
     Args:
-        values: e4m3 (batch, seqlen, heads, d).
+        values: e4m3 or int8 (batch, seqlen, heads, d).
         scale: float32 (batch, heads), or (batch, heads, blocks) of ``rows`` rows each; ``None`` is 1.
     """
     return values.float() if scale is None else values.float() * _of_rows(scale, rows, values.shape[1])
@@ -296,11 +330,11 @@ def dequantize(values: Tensor, scale: Tensor | None, rows: int = 0) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedQKV:
-    """q, k and v in e4m3 with their scales, as `fa3.quantize_qkv` makes them and `fa3.flash_attn_quantized_func` reads.
+    """q, k and v in 8 bits with their scales, as `fa3.quantize_qkv` makes them, for `fa3.flash_attn_quantized_func`.
 
     Attributes:
-        q: e4m3 (batch, seqlen_q, heads_q, head_dim).
-        k: e4m3 (batch, seqlen_k, heads_kv, head_dim).
+        q: e4m3 or int8 (batch, seqlen_q, heads_q, head_dim).
+        k: (batch, seqlen_k, heads_kv, head_dim), in the dtype of q.
         v: e4m3 (batch, seqlen_k, heads_kv, head_dim_v); or V^T in the order of `transposed`, (batch, heads_kv,
             head_dim_v, round_up(seqlen_k, 16)).
         q_scale: float32 (batch, heads_q, ceil(seqlen_q / block[0])), or (batch, heads_q).
@@ -344,10 +378,13 @@ class QuantizedQKV:
             tensor = getattr(self, name)
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
-            if tensor.dtype is not E4M3:
-                raise TypeError(f"{name} has dtype {tensor.dtype}: must be {E4M3}")
+            allowed = (E4M3,) if name == "v" else tuple(QK_DTYPES.values())
+            if tensor.dtype not in allowed:
+                raise TypeError(f"{name} has dtype {tensor.dtype}: must be {' or '.join(map(str, allowed))}")
             if tensor.dim() != 4:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}: must have 4 dims")
+        if self.q.dtype != self.k.dtype:
+            raise TypeError(f"q and k have dtypes {self.q.dtype} and {self.k.dtype}: must be the same")
         batch, seqlen_q, heads_q, head_dim = self.q.shape
         _, seqlen_k, heads_kv, _ = self.k.shape
         head_dim_v = self.v.shape[2 if self.v_layout == "transposed" else 3]
@@ -383,10 +420,12 @@ class QuantizedQKV:
     def __getstate__(self) -> dict[str, Any]:
         # As bytes: PyTorch's pickle of an e4m3 tensor fails, torch.save of one does not.
         state = {field.name: getattr(self, field.name) for field in fields(self)}
-        return state | {name: state[name].view(torch.uint8) for name in ("q", "k", "v")}
+        e4m3 = [name for name in ("q", "k", "v") if state[name].dtype is E4M3]
+        return state | {name: state[name].view(torch.uint8) for name in e4m3}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {name: state[name].view(E4M3) for name in ("q", "k", "v")})
+        e4m3 = [name for name in ("q", "k", "v") if state[name].dtype is torch.uint8]
+        self.__dict__.update(state | {name: state[name].view(E4M3) for name in e4m3})
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> QuantizedQKV:
         """The same on a device: every tensor by `torch.Tensor.to`."""
@@ -396,6 +435,11 @@ class QuantizedQKV:
             if isinstance(value := getattr(self, field.name), Tensor)
         }
         return replace(self, **moved)
+
+    @property
+    def qk_dtype(self) -> str:
+        """What q and k are: ``"e4m3"`` or ``"int8"``."""
+        return next(name for name, dtype in QK_DTYPES.items() if dtype is self.q.dtype)
 
     @property
     def head_dim(self) -> int:
@@ -448,8 +492,8 @@ class QuantizedQKV:
 
         Raises:
             TypeError: ``other`` is no `QuantizedQKV`.
-            ValueError: the two do not belong together: other signs or none, another head_dim, or one of them with
-                scales of blocks and the other without.
+            ValueError: the two do not belong together: other signs or none, another head_dim or qk_dtype, or one of
+                them with scales of blocks and the other without.
         """
         if not isinstance(other, QuantizedQKV):
             raise TypeError(f"other must be a fa3.QuantizedQKV, not {type(other).__name__}")
@@ -460,6 +504,10 @@ class QuantizedQKV:
             )
         if self.head_dim != other.head_dim:
             raise ValueError(f"head_dim is {self.head_dim} of the queries, {other.head_dim} of the keys: must be equal")
+        if self.qk_dtype != other.qk_dtype:
+            raise ValueError(
+                f"qk_dtype={self.qk_dtype!r} of the queries, {other.qk_dtype!r} of the keys: must be the same"
+            )
         if isinstance(self.block, tuple) != isinstance(other.block, tuple):
             raise ValueError(
                 f"block={self.block!r} of the queries, {other.block!r} of the keys: both or none in blocks"
@@ -481,6 +529,7 @@ def quantize_qkv(
     block: tuple[int, int] | str = "head",
     v_layout: str = "row",
     v_of_head: bool = False,
+    qk_dtype: str = "e4m3",
 ) -> QuantizedQKV:
     """q, k and v by a quantizer of tensors; the arguments are those of `fa3.quantize_qkv`, taken as checked.
 
@@ -492,7 +541,7 @@ def quantize_qkv(
     of_q, of_k = (block, block) if isinstance(block, str) else block
     rotation = {
         "rotate": seed is not None, "seed": seed or 0, "rope": rope, "interleaved": interleaved, "transpose": False,
-        "power_of_two": False,
+        "power_of_two": False, "out": qk_dtype,
     }  # fmt: skip
     first = 0 if rope is None else k.shape[1] - q.shape[1]
     q_values, q_scale = quantize(q, rows=of_q, first_position=first, **rotation)
@@ -500,7 +549,7 @@ def quantize_qkv(
     blocks = isinstance(block, tuple)
     v_values, v_scale = quantize(
         v, rows="head" if v_of_head else of_k, rotate=False, seed=0, rope=None, interleaved=False, first_position=0,
-        transpose=v_layout == "transposed", power_of_two=blocks and not v_of_head,
+        transpose=v_layout == "transposed", power_of_two=blocks and not v_of_head, out="e4m3",
     )  # fmt: skip
     v_scale_max = None
     if v_of_head and isinstance(of_k, int):

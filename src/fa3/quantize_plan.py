@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from fa3.plan import DeviceFacts
 from fa3.quantization import default_block
-from fa3.spec import MAX_QUANTIZE_THREADS, QuantizeSpec
+from fa3.spec import FP8, INT8, MAX_QUANTIZE_THREADS, QuantizeSpec
 
 #: Rows of a thread block where all rows of a head share a scale.
 ROWS = 128
@@ -32,7 +32,7 @@ class QuantizePlan:
     """What `plan_quantize` decided.
 
     Attributes:
-        spec: the kernel that writes e4m3 and scales.
+        spec: the kernel that writes values and scales.
         amax: the kernel before it that finds the amax of each head; ``None`` where each block has its own scale.
         heads_per_block: heads whose rows one thread block quantizes, one after the other.
     """
@@ -56,11 +56,12 @@ def plan_quantize(
     transpose: bool,
     facts: DeviceFacts,
     power_of_two: bool = False,
+    out: str = FP8,
 ) -> QuantizePlan:
     """Choose kernels for one tensor.
 
     Args:
-        dtype, head_dim, rotate, rope, interleaved, transpose, power_of_two: as of `fa3.spec.QuantizeSpec`.
+        dtype, head_dim, rotate, rope, interleaved, transpose, power_of_two, out: as of `fa3.spec.QuantizeSpec`.
         batch, seqlen, heads: of the tensor, none 0.
         rows: rows that share a scale, 64, 96 or 128, or ``"head"`` or ``"tensor"``.
         facts: of the device.
@@ -79,6 +80,7 @@ def plan_quantize(
         transpose=transpose,
         scales="block" if own_scales else "given",
         power_of_two=power_of_two,
+        out=out,
     )
     spec.validate()
     amax = None if own_scales else replace(spec, scales="amax", transpose=False, power_of_two=False)
@@ -103,15 +105,16 @@ def quantize_specs() -> Iterator[QuantizeSpec]:
     """The kernels that ship; others are compiled when first asked for.
 
     Of bf16: a scale for each block of `default_block` of q and k, rotated, without and with a rotary embedding of
-    halves; of v in rows and transposed a scale for each head; at the usual head dims of v for each block too, and of q
-    and k for each head, without an embedding.
+    halves; of v in rows and transposed a scale for each head; at the usual head dims q and k in int8 as well, and of v
+    a scale for each block, and of q and k for each head, without an embedding.
     """
     for head_dim in HEAD_DIMS:
         blocks = default_block(head_dim), default_block(head_dim, two_level=True)
         for rows in sorted({rows for block in blocks for rows in block}):
             rotated = QuantizeSpec("bf16", head_dim, rows, rotate=True)
-            yield rotated
-            yield replace(rotated, rope="fp32")
+            for out in (FP8, INT8) if head_dim in (64, 128, 256) else (FP8,):
+                yield replace(rotated, out=out)
+                yield replace(rotated, out=out, rope="fp32")
         of_v = QuantizeSpec("bf16", head_dim, scales="given")
         yield from (replace(of_v, scales="amax"), of_v, replace(of_v, transpose=True))
     for head_dim in (64, 128, 256):

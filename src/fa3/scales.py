@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fa3.e4m3 import slots_of
-from fa3.options import Fp8
+from fa3.options import Fp8, is_fp8
 from fa3.tensor_checks import check_device, check_shape, check_tensors
 
 #: What users call the tensors of `Fp8`.
@@ -20,9 +20,10 @@ def check_scale_kinds(q: Tensor, fp8: Fp8) -> None:
         if scale is None:
             continue
         check_tensors(**{name: scale})
-        if q.dtype is not torch.float8_e4m3fn:
+        if not is_fp8(q.dtype):
             raise TypeError(
-                f"{name} is given, and q has dtype {q.dtype}: scales go with q, k and v of torch.float8_e4m3fn"
+                f"{name} is given, and q has dtype {q.dtype}: scales go with q, k and v of torch.float8_e4m3fn, or q "
+                "and k of torch.int8"
             )
         if scale.dtype is not torch.float32:
             raise TypeError(f"{name} has dtype {scale.dtype}: must be torch.float32")

@@ -287,7 +287,7 @@ MAX_QUANTIZE_THREADS = {"rope": 256, "plain": 384}
 
 @dataclass(frozen=True)
 class QuantizeSpec(Spec):
-    """One compiled kernel that makes e4m3 of q, k or v; `fa3.quantization` defines the result.
+    """One compiled kernel that makes e4m3 of q, k or v, or int8 of q or k; `fa3.quantization` defines the result.
 
     A block of ``rows`` is the work of ``split`` thread blocks.
 
@@ -302,6 +302,7 @@ class QuantizeSpec(Spec):
         scales: ``"block"``: of each block, in one pass; ``"amax"``: only add the block's amax to that of its head;
             ``"given"``: by the amax that such a pass left.
         power_of_two: round amax up, so that scales of what is not rotated are powers of two.
+        out: what it becomes, ``"e4m3"``, or of q and k ``"int8"``.
     """
 
     kernel = "quantize"
@@ -315,6 +316,7 @@ class QuantizeSpec(Spec):
     transpose: bool = False
     scales: str = "block"
     power_of_two: bool = False
+    out: str = FP8
 
     @property
     def shared_bytes(self) -> int:
@@ -406,6 +408,7 @@ class QuantizeSpec(Spec):
                 ("interleaved", self.interleaved),
                 ("transpose", self.transpose),
                 ("pow2", self.power_of_two),
+                (self.out, self.out != FP8),
             )
             if on
         ]
@@ -418,6 +421,7 @@ class QuantizeSpec(Spec):
             ("rows", (64, 96, 128)),
             ("rope", ("", "fp32", "same")),
             ("scales", ("block", "amax", "given")),
+            ("out", (FP8, INT8)),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: allowed are {', '.join(map(repr, allowed))}")
@@ -429,6 +433,11 @@ class QuantizeSpec(Spec):
             raise ValueError("transpose=True: V is neither rotated nor given a position")
         if self.transpose and self.scales == "amax":
             raise ValueError("transpose=True with scales='amax': nothing is written, so that there is no order")
+        if self.out == INT8 and (self.transpose or self.power_of_two):
+            raise ValueError(
+                f"out={self.out!r}, transpose={self.transpose}, power_of_two={self.power_of_two}: the last two are of "
+                f"v, which becomes {FP8!r}"
+            )
         if self.power_of_two and self.scales == "amax":
             raise ValueError("power_of_two=True with scales='amax': the pass that makes scales rounds, not this one")
 

@@ -53,14 +53,16 @@ def tensors(lengths=(200, 333), dims=(128, 128), heads=(4, 2), batch=2, dtype=to
     return tuple(torch.randn(shape, device="cuda").to(dtype) for shape in shapes)
 
 
-def quantized(*sizes, block="head", v_layout="row", **more) -> QuantizedQKV:
+def quantized(*sizes, block="head", v_layout="row", qk_dtype="e4m3", **more) -> QuantizedQKV:
     """What the definition makes of random tensors: the kernel that quantizes has tests of its own."""
     q, k, v = tensors(*sizes, **more)
     # Some blocks are larger than others. Large scores would be those of tensor cores, which have 14 bits.
     for x, span in ((q, 2.0), (k, 2.0), (v, 10.0)):
         factors = span ** (2 * torch.rand(-(-x.shape[1] // 64), device="cuda") - 1)
         x *= factors.repeat_interleave(64)[: x.shape[1], None, None].to(x.dtype)
-    return quantization.quantize_qkv(quantization.quantize_tensor, q, k, v, block=block, v_layout=v_layout, seed=3)
+    return quantization.quantize_qkv(
+        quantization.quantize_tensor, q, k, v, block=block, v_layout=v_layout, seed=3, qk_dtype=qk_dtype
+    )
 
 
 def poison(q, head_dim_v, dtype):

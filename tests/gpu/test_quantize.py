@@ -53,18 +53,20 @@ def both(x, **options):
 
 def assert_same(values, scale, expected, expected_scale):
     """Bit for bit, but for zeros of either sign and NaN."""
+    assert values.dtype == expected.dtype
     assert values.shape == expected.shape
     assert scale.shape == expected_scale.shape
-    assert torch.equal(scale, expected_scale)
+    torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(values.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def assert_close(values, scale, expected, expected_scale):
-    """Within two units of the last place of a scale, and one of e4m3: products and sums may be fused."""
+    """Within two units of the last place of a scale, and one of e4m3 or int8: products and sums may be fused."""
     assert values.shape == expected.shape
     torch.testing.assert_close(scale, expected_scale, rtol=2 * torch.finfo(torch.float32).eps, atol=0)
     difference = (values.float() - expected.float()).abs()
-    assert (difference <= expected.float().abs() / 8 + 2.0**-9).all()
+    allowed = 1.0 if values.dtype is torch.int8 else expected.float().abs() / 8 + 2.0**-9
+    assert (difference <= allowed).all()
     assert (difference > 0).float().mean() < 1e-3
 
 
@@ -101,6 +103,52 @@ def test_rotary_embedding(head_dim, same, interleaved):
         assert_close(*both(x, rotate=True, seed=1, **options))
         if rows == 128:
             assert_close(*both(x, **options))
+
+
+@pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
+@pytest.mark.parametrize("rows", [64, 96, 128, "head", "tensor"])
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 96, 128, 192, 208, 256])
+def test_int8_of_every_way_to_cut_a_row_and_kind_of_scale(head_dim, rows, rotate):
+    for dtype in DTYPES if head_dim == 128 else DTYPES[:1]:
+        x = random(2, 333, 3, head_dim, dtype, gaps=1)
+        assert_same(*both(x, rows=rows, rotate=rotate, seed=7, out="int8"))
+
+
+def test_halves_of_a_step_of_int8_go_to_the_even_neighbour():
+    x = (torch.randint(-254, 255, (2, 128, 3, 64), device="cuda") / 2).bfloat16()
+    x[:, ::64, :, 0] = 127.0
+    values, _, expected, _ = both(x, rows=64, out="int8")
+    assert torch.equal(values, expected)
+    assert torch.equal(values, x.float().round().to(torch.int8))
+
+
+@pytest.mark.parametrize("size", [1e-40, 1e-30, 1e30, 1e37])
+def test_tiny_and_huge_values_in_int8(size):
+    x = (torch.randn(1, 200, 2, 128, device="cuda") * size).bfloat16()
+    assert_same(*both(x, rows=64, rotate=size < 1e37, out="int8"))
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_rotary_embedding_in_int8(head_dim, interleaved):
+    x, rope = random(2, 300, 5, head_dim, gaps=2), angles(411, head_dim, torch.float32)
+    options = {"rope": rope, "interleaved": interleaved, "first_position": 111, "out": "int8"}
+    for rows in (96, "head"):
+        assert_close(*both(x, rows=rows, rotate=True, seed=1, **options))
+
+
+@pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
+@pytest.mark.parametrize("what", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_makes_the_scale_of_its_block_of_int8_nan_and_no_other(what, rotate):
+    x = random(2, 333, 3, 128)
+    x[1, 100, 2, 77] = what
+    for rows, lost in ((64, 1), (96, 1), (128, 1), ("head", 1), ("tensor", 6)):
+        values, scale, expected, expected_scale = both(x, rows=rows, rotate=rotate, out="int8")
+        assert scale.isnan().sum() == lost
+        # Integers without a scale mean nothing.
+        of_rows = rows if isinstance(rows, int) else 0
+        nothing = quantization.dequantize(torch.zeros_like(expected), expected_scale, of_rows).isnan()
+        assert_same(values.masked_fill(nothing, 0), scale, expected.masked_fill(nothing, 0), expected_scale)
 
 
 def test_many_heads_to_a_thread_block_agree_with_one():

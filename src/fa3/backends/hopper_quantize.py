@@ -19,7 +19,7 @@ from torch import Tensor
 from fa3.backends import hopper
 from fa3.compiler.store import default_store
 from fa3.e4m3 import SMALLEST_AMAX, slots_of
-from fa3.quantization import E4M3, round_up_amax, scale_factor, sign_words
+from fa3.quantization import QK_DTYPES, round_up_amax, scale_factor, sign_words
 from fa3.quantize_plan import plan_quantize
 
 #: Bytes that are read at a time.
@@ -46,6 +46,7 @@ class _Launch:
     #: Arguments after the addresses and the stream.
     arguments: tuple[Any, ...]
     empty_scale: float
+    out_dtype: torch.dtype
 
 
 _known: dict[Any, _Launch] = {}
@@ -62,8 +63,9 @@ def quantize_tensor(
     first_position: int = 0,
     transpose: bool = False,
     power_of_two: bool = False,
+    out: str = "e4m3",
 ) -> tuple[Tensor, Tensor]:
-    """Quantize q, k or v to e4m3 on a Hopper GPU; arguments and results as `fa3.quantization.quantize_tensor`.
+    """Quantize q, k or v to 8 bits on a Hopper GPU; arguments and results as `fa3.quantization.quantize_tensor`.
 
     Raises:
         TypeError: x is neither fp16 nor bf16.
@@ -72,14 +74,14 @@ def quantize_tensor(
     """
     key = (
         x.shape, x.stride(), x.dtype, x.get_device(), rows, rotate, seed, interleaved, first_position, transpose,
-        power_of_two, None if rope is None else (rope[0].shape, rope[1].shape, rope[0].dtype, rope[1].dtype),
+        power_of_two, out, None if rope is None else (rope[0].shape, rope[1].shape, rope[0].dtype, rope[1].dtype),
     )  # fmt: skip
     launch = _known.get(key)
     if launch is None:
         if len(_known) >= hopper.MAX_REMEMBERED:
             _known.clear()
         launch = _known[key] = _prepare(
-            x, rows, rotate, seed, rope, interleaved and rope is not None, first_position, transpose, power_of_two
+            x, rows, rotate, seed, rope, interleaved and rope is not None, first_position, transpose, power_of_two, out
         )
     device = x.get_device()
     if launch.function is not None and hopper._current_device() != device:
@@ -89,7 +91,7 @@ def quantize_tensor(
 
 
 def _run(launch: _Launch, x: Tensor, rope: tuple[Tensor, Tensor] | None, device: int) -> tuple[Tensor, Tensor]:
-    out = x.new_empty(launch.out_shape, dtype=E4M3)
+    out = x.new_empty(launch.out_shape, dtype=launch.out_dtype)
     scale = x.new_empty(launch.scale_shape, dtype=torch.float32)
     if launch.function is None:
         return out, scale.fill_(launch.empty_scale)
@@ -129,6 +131,7 @@ def _prepare(
     first_position: int,
     transpose: bool,
     power_of_two: bool,
+    out: str,
 ) -> _Launch:
     """Check a call whose key is new, plan it, and load its kernels."""
     if x.dtype not in _DTYPES:
@@ -155,9 +158,10 @@ def _prepare(
         interleaved=interleaved,
         transpose=transpose,
         power_of_two=power_of_two,
+        out=out,
         facts=hopper.device_facts(x.device),
     )
-    factor = scale_factor(planned.spec.hadamard_block)
+    factor = scale_factor(planned.spec.hadamard_block, out)
     out_shape: tuple[int, ...] = (batch, seqlen, heads, head_dim)
     out_strides = hopper._contiguous_strides(out_shape)
     if transpose:
@@ -189,6 +193,7 @@ def _prepare(
         function=None if empty else default_store().load(planned.spec),
         arguments=arguments,
         empty_scale=_empty_scale(factor, power_of_two),
+        out_dtype=QK_DTYPES[out],
     )
 
 

@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scale-blocks", metavar="Q,K", help="e4m3: rows of q, and of k and v, that share a scale (default: a head's)"
     )
+    parser.add_argument("--qk-dtype", choices=("e4m3", "int8"), help="e4m3: of q and k (default: e4m3, as v)")
     parser.add_argument("--v-transposed", action="store_true", help="e4m3: v comes as V^T")
     parser.add_argument(
         "--two-level",
@@ -90,6 +91,7 @@ def problem_of(args: argparse.Namespace) -> Problem:
         # The problem would say the same of its fields, whose names are not those of the options.
         for option, given in (
             ("--scale-blocks", args.scale_blocks is not None),
+            ("--qk-dtype", args.qk_dtype is not None),
             ("--v-transposed", args.v_transposed),
             ("--two-level, --no-two-level", args.two_level is not None),
             ("--out-dtype", args.out_dtype is not None),
@@ -121,6 +123,7 @@ def problem_of(args: argparse.Namespace) -> Problem:
         k_block=k_block,
         v_transposed=args.v_transposed,
         two_level=args.two_level,
+        qk_dtype="int8" if args.qk_dtype == "int8" else "",
     )
 
 
@@ -323,7 +326,7 @@ def _call_lines(said: dict[str, Any]) -> list[str]:
     problem = said["problem"]
     batch, rows, keys, heads = (problem[name] for name in ("batch", "seqlen_q", "seqlen_k", "heads_q"))
     lines = [
-        f"q    ({batch}, {rows}, {heads}, {problem['head_dim']}) {problem['dtype']}",
+        f"q    ({batch}, {rows}, {heads}, {problem['head_dim']}) {problem['qk_dtype'] or problem['dtype']}",
         f"k    ({batch}, {keys}, {problem['heads_kv']}, {problem['head_dim']})",
         _v_line(problem),
     ]
@@ -342,9 +345,10 @@ def _call_lines(said: dict[str, Any]) -> list[str]:
 
 def _v_line(problem: dict[str, Any]) -> str:
     batch, keys, heads, columns = (problem[name] for name in ("batch", "seqlen_k", "heads_kv", "head_dim_v"))
+    dtype = f" {problem['dtype']}" if problem["qk_dtype"] else ""
     if problem["v_transposed"]:
-        return f"V^T  ({batch}, {heads}, {columns}, {keys + -keys % 16})"
-    return f"v    ({batch}, {keys}, {heads}, {columns})"
+        return f"V^T  ({batch}, {heads}, {columns}, {keys + -keys % 16}){dtype}"
+    return f"v    ({batch}, {keys}, {heads}, {columns}){dtype}"
 
 
 def _scale_lines(problem: dict[str, Any]) -> list[str]:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 _EM_CUDA = 190
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
-#: Names of the WGMMA instructions: of 16-bit operands, and of 8-bit ones.
-PRODUCTS = ("HGMMA", "QGMMA")
+#: Names of the WGMMA instructions: of 16-bit operands, of FP8 and of int8.
+PRODUCTS = ("HGMMA", "QGMMA", "IGMMA")
 _LABEL = re.compile(r"^(\.L\w+):")
 _LABEL_OPERAND = re.compile(r"`\((\.L\w+)\)")
 
@@ -55,7 +55,7 @@ class Report:
             and before the wait that leaves none.
         vector_reductions: additions of 16 bytes of float32 from registers to global memory.
         bulk_reductions: additions of shared memory to global memory.
-        qgmma: those of the WGMMA instructions whose operands have 8 bits.
+        qgmma, igmma: those of the WGMMA instructions whose operands are FP8, and int8.
         ldsm: LDSM instructions, which load matrices from shared memory to registers.
     """
 
@@ -77,6 +77,7 @@ class Report:
     spills_in_loops: list[int] = field(hash=False, default_factory=list)
     qgmma: int = 0
     ldsm: int = 0
+    igmma: int = 0
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,7 @@ def read_report(resource_usage: str, sass: str) -> Report:
         bulk_reductions=count("UBLKRED"),
         spills_in_loops=[sum(i.is_a("LDL") or i.is_a("STL") for i in loop) for loop in loops],
         qgmma=count("QGMMA"),
+        igmma=count("IGMMA"),
         ldsm=count("LDSM"),
     )
 
@@ -232,7 +234,11 @@ def check(spec: KernelSpec, found: Report) -> list[str]:
 
 def _check_products(spec: ForwardSpec | BackwardSpec | QueryGradientSpec, found: Report) -> Iterator[str]:
     """What kernels with a main loop have in common: TMA, products that run on their own, registers that move."""
-    for name, number in (("HGMMA or QGMMA", found.hgmma), ("UTMALDG", found.utmaldg), ("UTMASTG", found.utmastg)):
+    for name, number in (
+        ("HGMMA, QGMMA or IGMMA", found.hgmma),
+        ("UTMALDG", found.utmaldg),
+        ("UTMASTG", found.utmastg),
+    ):
         # Packed rows of the output are no rectangle: threads write them.
         if not number and not (name == "UTMASTG" and spec.pack_gqa):
             yield f"no {name}: tiles must go through the tensor cores and TMA"
@@ -280,8 +286,11 @@ def _check_spills(found: Report) -> Iterator[str]:
 
 
 def _check_fp8(spec: ForwardSpec, found: Report) -> Iterator[str]:
-    if found.qgmma < found.hgmma:
-        yield f"{found.hgmma - found.qgmma} of {found.hgmma} WGMMA are no QGMMA: all must take 8-bit operands"
+    if found.qgmma + found.igmma < found.hgmma:
+        others = found.hgmma - found.qgmma - found.igmma
+        yield f"{others} of {found.hgmma} WGMMA are no QGMMA or IGMMA: all must take 8-bit operands"
+    if bool(spec.qk_dtype) != bool(found.igmma):
+        yield f"{found.igmma} IGMMA: there must be some where q and k are int8, and none elsewhere"
     # Nothing else is loaded as matrices: products read shared memory themselves.
     if spec.transpose_stages and not found.ldsm:
         yield "no LDSM: tiles of v in rows must be transposed by matrices"

@@ -1,4 +1,4 @@
-"""q, k or v to e4m3 in one pass: rotary embedding, random signs, Hadamard transform, amax, scale, rounding.
+"""q, k or v to 8 bits in one pass: rotary embedding, random signs, Hadamard transform, amax, scale, rounding.
 
 `fa3.quantization` is the definition. It is bound by memory: 2 bytes are read and 1 written for each element, and all
 in between stays in float32 registers. A thread block has one block of rows of one head, or with a rotary embedding of
@@ -22,8 +22,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from fa3.e4m3 import LARGEST_AMAX, SMALLEST_AMAX, round_up_bits
-from fa3.spec import SHARED_MEMORY_PER_BLOCK, QuantizeSpec
+from fa3.e4m3 import INTEGER_STEPS, LARGEST, LARGEST_AMAX, SMALLEST_AMAX, round_up_bits
+from fa3.spec import INT8, SHARED_MEMORY_PER_BLOCK, QuantizeSpec
 
 from .forward import DTYPES
 from .parts import angles as kept_angles
@@ -94,6 +94,7 @@ class QuantizeKernel:
     def __init__(self, spec: QuantizeSpec):
         self.spec = spec
         self.dtype = DTYPES[spec.dtype]
+        self.int8 = spec.out == INT8
         self.values = spec.units * spec.held
         #: Rows of a thread block.
         self.rows = spec.rows // spec.split
@@ -233,7 +234,7 @@ class QuantizeKernel:
         if const_expr(self.spec.rotate):
             rotation.hadamard(values, thread, self.stages)
         # With a given amax too: infinities become NaN.
-        amax = rotation.largest_finite(values)
+        amax = self.largest_of_thread(values)
         if const_expr(self.spec.scales == "given"):
             amax = self.float32(block.amax)[0]
         else:
@@ -306,15 +307,28 @@ class QuantizeKernel:
             rotation.butterflies(of_piece, 1 << bit)
 
     @cute.jit
+    def largest_of_thread(self, values: cute.Tensor) -> Float32:
+        """The amax of the thread's values; for int8, which has no NaN, that is NaN with any that is not finite."""
+        if const_expr(self.int8):
+            amax = rotation.largest_or_nan(values)
+        else:
+            amax = rotation.largest_finite(values)
+        return amax
+
+    @cute.jit
     def round_and_store(self, call: Call, block: Block, thread: Int32, values: cute.Tensor, amax: Float32):
         """Write the scale, and the values by it."""
-        amax = cute.arch.fmax(amax, Float32(SMALLEST_AMAX))
+        amax = cute.arch.fmax(amax, Float32(SMALLEST_AMAX), nan=self.int8)
         if const_expr(self.spec.power_of_two):
             amax = round_up_amax(amax)
         self.store_scale(call, block, thread, amax)
-        inverse = rotation.inverse_of(amax, cute.arch.rcp_approx)
+        inverse = rotation.inverse_of(amax, cute.arch.rcp_approx, LARGEST[self.spec.out])
         for i in cutlass.range(self.values, unroll_full=True):
-            values[i] = values[i] * inverse
+            if const_expr(self.int8):
+                # The product and its rounding to an integer are one instruction; a conversion would be a slow one.
+                values[i] = cute.math.fma(values[i], inverse, Float32(INTEGER_STEPS))
+            else:
+                values[i] = values[i] * inverse
         if const_expr(self.spec.transpose):
             self.store_transposed(call, block, thread, values)
         else:
@@ -417,12 +431,12 @@ class QuantizeKernel:
     @cute.jit
     def store(self, call: Call, block: Block, thread: Int32, values: cute.Tensor):
         """Round the thread's values and write them as rows."""
-        spec = self.spec
+        spec, pack = self.spec, ptx.pack_low_bytes if self.int8 else ptx.pack_four
         row_stride = call.out_strides[1]
         for unit in cutlass.range_constexpr(spec.units):
             words = cute.make_rmem_tensor(spec.held // 4, Int32)
             for i in cutlass.range_constexpr(spec.held // 4):
-                words[i] = ptx.pack_four(*(values[unit * spec.held + 4 * i + n] for n in range(4)))
+                words[i] = pack(*(values[unit * spec.held + 4 * i + n] for n in range(4)))
             row = block.first_row + self.row_of(thread, unit)
             if row < call.seqlen:
                 address = block.out + Int64(row) * row_stride + spec.piece * (thread % spec.across)

@@ -62,6 +62,13 @@ def pack_four(first: Float32, second: Float32, third: Float32, fourth: Float32) 
     )
 
 
+def pack_low_bytes(first: Float32, second: Float32, third: Float32, fourth: Float32) -> Int32:
+    """The lowest byte of the bits of each of four float32; ``first`` in the lowest byte."""
+    first, second, third, fourth = (x.bitcast(Int32) for x in (first, second, third, fourth))
+    low, high = Int32(cute.arch.prmt(first, second, 0x0040)), Int32(cute.arch.prmt(third, fourth, 0x0040))
+    return Int32(cute.arch.prmt(low, high, 0x5410))
+
+
 def load_matrices_transposed(address: Int32) -> tuple[Int32, Int32, Int32, Int32]:
     """Four 8x8 matrices of 16-bit elements from shared memory, each transposed: one word of each.
 

@@ -136,14 +136,15 @@ def hadamard(values: cute.Tensor, thread: Int32, stages: cutlass.Constexpr):
 
 
 @cute.jit
-def largest(values: cute.Tensor) -> Float32:
-    """The largest magnitude, NaN left out."""
+def largest(values: cute.Tensor, nan: cutlass.Constexpr = False) -> Float32:
+    """The largest magnitude, NaN left out, or with ``nan`` NaN where there is any."""
     # Chains that do not wait for each other.
     chains = 4
     parts = [Float32(0.0)] * chains
     for i in cutlass.range_constexpr(cute.size(values)):
-        parts[i % chains] = cute.arch.fmax(parts[i % chains], abs(values[i]))
-    return cute.arch.fmax(cute.arch.fmax(parts[0], parts[1]), cute.arch.fmax(parts[2], parts[3]))
+        parts[i % chains] = cute.arch.fmax(parts[i % chains], abs(values[i]), nan=nan)
+    low, high = cute.arch.fmax(parts[0], parts[1], nan=nan), cute.arch.fmax(parts[2], parts[3], nan=nan)
+    return cute.arch.fmax(low, high, nan=nan)
 
 
 @cute.jit
@@ -165,23 +166,31 @@ def largest_finite(values: cute.Tensor) -> Float32:
 
 
 @cute.jit
-def inverse_of(amax: Float32, reciprocal: cutlass.Constexpr) -> Float32:
-    """448 / amax, correctly rounded, for a finite amax of 2^-64 or more.
+def largest_or_nan(values: cute.Tensor) -> Float32:
+    """The largest magnitude if all are finite, else NaN, whose bits as an integer are above all others."""
+    found = largest(values, nan=True)
+    return found if found != Float32.inf else Float32(float("nan"))
+
+
+@cute.jit
+def inverse_of(amax: Float32, reciprocal: cutlass.Constexpr, numerator: cutlass.Constexpr = E4M3_MAX) -> Float32:
+    """448, or another such number, over amax, correctly rounded, for a finite amax of 2^-64 or more.
 
     As the compiler's own division, without its branch for numbers that do not occur here: that is a function of its
     own, for whose registers the values would have to make room.
 
     Args:
         reciprocal: a function that gives 1 / x to 22 bits.
+        numerator: a Python float.
     """
     # Away from the largest numbers, whose reciprocals have fewer bits.
     factor = Float32(2.0**-64) if amax > 2.0**60 else Float32(1.0)
     divisor = amax * factor
     estimate = reciprocal(divisor)
     estimate = cute.math.fma(estimate, cute.math.fma(-divisor, estimate, Float32(1.0)), estimate)
-    quotient = estimate * E4M3_MAX
+    quotient = estimate * numerator
     for _ in cutlass.range_constexpr(2):
-        remainder = cute.math.fma(-divisor, quotient, Float32(E4M3_MAX))
+        remainder = cute.math.fma(-divisor, quotient, Float32(numerator))
         quotient = cute.math.fma(remainder, estimate, quotient)
     return quotient * factor
 
