@@ -190,6 +190,32 @@ def rmse(x: Tensor, expected: Tensor) -> float:
     return (x.double() - expected.double()).square().mean().sqrt().item()
 
 
+def squared_errors(x: Tensor, expected: Tensor) -> Tensor:
+    """Mean squared difference of each head: (heads,), float64, of (batch, seqlen, heads, head_dim)."""
+    return (x.double() - expected.double()).square().mean(dim=(0, 1, 3))
+
+
+def rmse_ratio(errors: Tensor, others: Tensor) -> tuple[float, float | None]:
+    """Root mean squared error over that of another way, and the standard error of this ratio.
+
+    Both ways have the same data, so that much of what is random cancels. The standard error is the jackknife's: from
+    the ratios without one of the samples (Efron and Stein, The Annals of Statistics 9 (1981) 586).
+
+    Args:
+        errors, others: mean squared errors of the same independent samples, heads say; (samples,) float64. Ones as
+            ``others`` give the error itself.
+
+    Returns:
+        The ratio, and its standard error; ``None`` of a single sample.
+    """
+    ratio = (errors.sum() / others.sum()).sqrt().item()
+    count = errors.numel()
+    if count == 1:
+        return ratio, None
+    without = ((errors.sum() - errors) / (others.sum() - others)).sqrt()
+    return ratio, ((count - 1) * without.var(correction=0)).sqrt().item()
+
+
 def errors(
     kind: str = "paper",
     shape: tuple[int, int, int, int] = (1, 1024, 4, 128),
