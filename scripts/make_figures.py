@@ -129,6 +129,23 @@ def accuracy_tables(result: dict[str, Any]) -> list[str]:
         d, s = ACCURACY_CASE
         lines += ["", f"Other data, head dim {d}, {s} tokens:", ""]
         lines += _error_table(one_shape, kinds, lambda row: row["data"], kinds)
+    return [*lines, *_official_table(paper)]
+
+
+def _official_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Errors over those of the official kernel on the same data, both rotated; nothing without such rows."""
+    from fa3.cli.accuracy import beside_official, label_of, ratio_text
+
+    group = beside_official(rows)
+    if not group:
+        return []
+    seqlens = sorted({row["s"] for row in group})
+    lines = ["", "Errors over those of the official kernel, both with rotated q and k of the paper's data; ± is one"]
+    lines += ["standard error, over heads of several seeds:", ""]
+    lines += ["| | head dim | " + " | ".join(map(str, seqlens)) + " |", "| --- | --- |" + " --- |" * len(seqlens)]
+    for label, d in dict.fromkeys((label_of(row), row["d"]) for row in group):
+        found = {row["s"]: row for row in group if (label_of(row), row["d"]) == (label, d)}
+        lines.append(f"| {label} | {d} | " + " | ".join(ratio_text(found.get(s)) for s in seqlens) + " |")
     return lines
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fa3
-from fa3.numerics.fp8_error import CHOICES, DATA, emulate, errors, exact, make_inputs, rmse
+from fa3.numerics.fp8_error import CHOICES, DATA, emulate, errors, exact, make_inputs, rmse, rmse_ratio
 from fa3.quantization import quantize_qkv, quantize_tensor
 
 
@@ -125,3 +125,19 @@ def test_the_data_are_as_described():
     assert math.isclose(scores.std().item(), 3, rel_tol=0.1)
     with pytest.raises(ValueError, match=r"^kind='none': allowed are paper, offset, channels, key channels"):
         make_inputs("none", (1, 1, 1, 16))
+
+
+class TestStandardErrors:
+    def test_the_standard_error_of_a_ratio_is_how_much_it_varies(self):
+        generator = torch.Generator().manual_seed(0)
+        common = torch.rand(2000, 64, generator=generator, dtype=torch.float64) ** 4
+        errors, others = (common * (1 + 0.2 * torch.rand(common.shape, generator=generator)) for _ in range(2))
+        found = [rmse_ratio(*both) for both in zip(errors, others, strict=True)]
+        ratios, estimates = (torch.tensor(numbers) for numbers in zip(*found, strict=True))
+        assert ratios.mean().item() == pytest.approx(1, abs=1e-3)
+        assert estimates.mean().item() == pytest.approx(ratios.std().item(), rel=0.1)
+        # Of the errors themselves, which vary more than their ratio.
+        assert rmse_ratio(errors[0], torch.ones(64))[1] > 3 * estimates[0]
+
+    def test_a_single_sample_has_none(self):
+        assert rmse_ratio(torch.tensor([4.0]), torch.tensor([1.0])) == (2.0, None)

@@ -18,7 +18,7 @@ from fa3.plan import H200, forward_specs, fp8_specs, make_spec
 from fa3.problem import Problem
 from fa3.quantization import default_block
 from fa3.quantize_plan import plan_quantize, quantize_specs
-from fa3.spec import FP8, ForwardSpec, TransposeSpec
+from fa3.spec import FP8, INT8, ForwardSpec, TransposeSpec
 from fa3.tiles import CANDIDATES, MODIFIED, QV, TILES, TileChoice
 
 PRESETS = (
@@ -92,16 +92,19 @@ def _accuracy() -> Iterator[KernelSpec]:
         for of_k, add in itertools.product(of_keys, (False, True)):
             for _, choice in fp8_rows((head_dim, head_dim), "full", False, of_k, True, add):
                 yield make_spec(FP8, head_dim, "full", choice, key_block=of_k)
+                yield make_spec(FP8, head_dim, "full", choice, key_block=of_k, qk_dtype=INT8)
         kinds: tuple[int | str, ...] = ("head", *sorted({rows for block in blocks for rows in block}))
         # q and k, v of a head among them; then V^T.
-        ways = [(*way, False) for way in itertools.product(kinds, (False, True), ("", "fp32"))]
-        for rows, rotate, rope, transpose in (*ways, ("head", False, "", True)):
+        ways = [(*way, False, FP8) for way in itertools.product(kinds, (False, True), ("", "fp32"))]
+        ways += [(*way, False, INT8) for way in itertools.product(kinds[1:], (True,), ("", "fp32"))]
+        for rows, rotate, rope, transpose, out in (*ways, ("head", False, "", True, FP8)):
             planned = plan_quantize(
                 rows=rows,
                 rotate=rotate,
                 rope=rope,
                 interleaved=False,
                 transpose=transpose,
+                out=out,
                 dtype="bf16",
                 batch=1,
                 seqlen=1024,

@@ -2,8 +2,12 @@
 
 Entries of q, k and v have outliers; see `fa3.numerics.fp8_error`, which also emulates e4m3 attention with exact sums.
 q, k and v are bf16 numbers, the same for all; the reference is float64 attention of them, of a random subset of the
-queries, so that long rows take seconds. Errors are root mean squares over those queries, all heads and columns. In
-parentheses: the error of a kernel, over that of the same e4m3 tensors with exact sums.
+queries, so that long rows take seconds. Errors are root mean squares over those queries, all columns, all heads and
+several seeds. In parentheses: the error of a kernel, over that of the same e4m3 tensors with exact sums.
+
+A few queries that one or two keys rule are most of such an error, so it is known to some percent only. Ratios are of
+errors on the same data, and each has a standard error: heads of all seeds are the samples, and each is left out once
+(the jackknife).
 
 Data: paper: N(0, 1), and one entry of a thousand about 10 times as large; offset: N(0, 1), and v around 1; channels:
 two columns of q and k 20 to 50 times as large; key-channels: of k alone; with -rope: before a rotary embedding.
@@ -30,8 +34,9 @@ from fa3.cli import bench, peers
 from fa3.cli.files import check_output, write_result
 from fa3.cli.fp8_speed import rope_tables
 from fa3.cli.timing import Sensors, seconds
-from fa3.numerics.fp8_error import CHOICES, emulate, exact, make_inputs
+from fa3.numerics.fp8_error import CHOICES, emulate, exact, make_inputs, rmse_ratio, squared_errors
 from fa3.quantization import QuantizedQKV, rope_rows
+from fa3.spec import INT8
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,15 +58,21 @@ HEAD_DIMS = (128, 64, 256)
 SEQLENS = tuple(1024 << i for i in range(8))
 FEW_SEQLENS = (1024, 8192, 32768)
 CPU_SEQLENS = (256, 1024)
-HEADS = 4
-QUERIES = 256
+HEADS = 8
+QUERIES = 1024
 SEED = 0
-TIME_LIMIT = 100.0
+#: Seeds from the first on: of rows up to `FEW_SEEDS_FROM`, of longer ones, and on a CPU.
+SEEDS, FEW_SEEDS, CPU_SEEDS = 16, 8, 1
+FEW_SEEDS_FROM = 16384
+TIME_LIMIT = 240.0
+
+#: Scores of a chunk of queries that are held at a time: 2 GB in float64, of which the emulation has a few.
+CHUNK_SCORES = 2**28
 
 
 @dataclass(frozen=True)
 class Case:
-    """One experiment: batch 1, as many queries as keys, no mask."""
+    """One experiment, for each of several seeds: batch 1, as many queries as keys, no mask."""
 
     data: str
     head_dim: int
@@ -69,6 +80,7 @@ class Case:
     heads: int
     queries: int
     seed: int
+    seeds: int = 1
 
     def __str__(self) -> str:
         return f"{self.data} {self.head_dim}-{self.seqlen}"
@@ -112,7 +124,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seqlens", help="sequence lengths, with commas (default: 1k to 128k, on a CPU 256 and 1k)")
     parser.add_argument("--heads", type=int, default=HEADS, help=f"heads (default: {HEADS})")
     parser.add_argument("--queries", type=int, default=QUERIES, help=f"queries compared (default: {QUERIES})")
-    parser.add_argument("--seed", type=int, default=SEED, help=f"of data, queries and signs (default: {SEED})")
+    parser.add_argument("--seed", type=int, default=SEED, help=f"first, of data, queries and signs (default: {SEED})")
+    parser.add_argument(
+        "--seeds", type=int, help=f"how many (default: {SEEDS}, of long rows {FEW_SEEDS}, on a CPU {CPU_SEEDS})"
+    )
     parser.add_argument("--limit", type=seconds, default=TIME_LIMIT, help="seconds after which no new case begins")
     parser.add_argument("--commit", help="commit of the sources, for a copy of them without their repository")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result file")
@@ -120,11 +135,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def choose_cases(args: argparse.Namespace, on_gpu: bool) -> list[Case]:
     """The cases of a run, those to compare first in front. Raises ``ValueError`` for what is not allowed."""
-    for name in ("heads", "queries"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)}: must be at least 1")
-    if not 0 <= args.seed < 2**31:
-        raise ValueError(f"--seed {args.seed}: must be from 0 to 2**31 - 1")
+    for name in ("heads", "queries", "seeds"):
+        number = getattr(args, name)
+        if number is not None and number < 1:
+            raise ValueError(f"--{name} {number}: must be at least 1")
+    if not 0 <= args.seed <= 2**31 - (args.seeds or SEEDS):
+        raise ValueError(f"--seed {args.seed}: must be from 0 to 2**31 - {args.seeds or SEEDS}, the number of seeds")
     names = list(DATA) if args.data is None else args.data.split(",")
     for name in names:
         if name not in DATA:
@@ -137,18 +153,25 @@ def choose_cases(args: argparse.Namespace, on_gpu: bool) -> list[Case]:
                 raise ValueError(f"--head-dims {head_dim}: allowed are the multiples of 16 up to 256")
     given = None if args.seqlens is None else bench.parse_integers("--seqlens", args.seqlens)
     return [
-        Case(name, head_dim, seqlen, args.heads, args.queries, args.seed)
+        Case(name, head_dim, seqlen, args.heads, args.queries, args.seed, args.seeds or _seeds(seqlen, on_gpu))
         for name, head_dim in itertools.product(names, head_dims)
         for seqlen in given or ((SEQLENS if name == "paper" else FEW_SEQLENS) if on_gpu else CPU_SEQLENS)
     ]
 
 
+def _seeds(seqlen: int, on_gpu: bool) -> int:
+    if not on_gpu:
+        return CPU_SEEDS
+    return SEEDS if seqlen <= FEW_SEEDS_FROM else FEW_SEEDS
+
+
 # One case -----------------------------------------------------------------------------------------------------------
 
 
-def _by_head(function: Callable[[int], Tensor], heads: int) -> Tensor:
-    """One head at a time, so that float64 scores of long rows stay below a gigabyte."""
-    return torch.cat([function(head) for head in range(heads)], dim=2)
+def _in_pieces(function: Callable[[int, Tensor], Tensor], heads: int, queries: Tensor, seqlen: int) -> Tensor:
+    """``function(head, queries)`` of one head and a chunk of its queries at a time, so that few scores are held."""
+    chunks = queries.split(max(1, CHUNK_SCORES // seqlen))
+    return torch.cat([torch.cat([function(head, some) for some in chunks], dim=1) for head in range(heads)], dim=2)
 
 
 def _of_head(x: QuantizedQKV, head: int) -> QuantizedQKV:
@@ -173,7 +196,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Experiment:
-    """The tensors of a case, and the errors of what is computed of them."""
+    """The tensors of a case for its first seed, and the errors of what is computed of them."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         kind, with_rope = DATA[case.data]
@@ -184,11 +207,15 @@ class Experiment:
         # On the CPU, so that it is the same subset everywhere.
         order = torch.randperm(case.seqlen, generator=torch.Generator().manual_seed(case.seed))
         self.queries = order[: case.queries].sort().values.to(device)
-        q, k = self._embedded(self.q.double()), self._embedded(self.k.double())
-        q = q[:, self.queries]
-        self.expected = _by_head(
-            lambda head: exact(q[:, :, head, None], k[:, :, head, None], self.v[:, :, head, None]), case.heads
-        )
+        self.expected = self._in_pieces(self._exact)
+
+    def _in_pieces(self, function: Callable[[int, Tensor], Tensor]) -> Tensor:
+        return _in_pieces(function, self.case.heads, self.queries, self.case.seqlen)
+
+    def _exact(self, head: int, queries: Tensor) -> Tensor:
+        one = slice(head, head + 1)
+        q, k = self._embedded(self.q[:, :, one].double()), self._embedded(self.k[:, :, one].double())
+        return exact(q[:, queries], k, self.v[:, :, one])
 
     def _embedded(self, x: Tensor) -> Tensor:
         return x if self.rope is None else rope_rows(x, self.rope)
@@ -199,7 +226,7 @@ class Experiment:
 
     def quantized(self, choice: str) -> QuantizedQKV:
         """q, k and v as one of the `CHOICES` has them."""
-        block, incoherent = CHOICES[choice]
+        block, incoherent, qk_dtype = CHOICES[choice]
         return fa3.quantize_qkv(
             self.q,
             self.k,
@@ -208,19 +235,21 @@ class Experiment:
             incoherent=incoherent,
             seed=self.case.seed,
             block=block,
+            qk_dtype=qk_dtype,
             # Peers take whole heads, and read v in rows.
             v_layout="row" if block else "transposed",
         )
 
-    def error(self, out: Tensor) -> float:
-        """Root mean square over the queries that are compared; ``out`` has them, or all."""
+    def errors(self, out: Tensor) -> Tensor:
+        """Mean squared error of each head over the queries that are compared; ``out`` has them, or all."""
         if out.shape[1] != self.expected.shape[1]:
             out = out[:, self.queries]
-        return (out.double() - self.expected).square().mean().sqrt().item()
+        return squared_errors(out, self.expected)
 
-    def exact_sums(self, x: QuantizedQKV) -> float:
-        """The error of e4m3 tensors where nothing is rounded but probabilities."""
-        return self.error(_by_head(lambda head: emulate(_of_head(x, head), queries=self.queries), self.case.heads))
+    def exact_sums(self, x: QuantizedQKV) -> Tensor:
+        """The errors of e4m3 tensors where nothing is rounded but probabilities."""
+        of_heads = [_of_head(x, head) for head in range(self.case.heads)]
+        return self.errors(self._in_pieces(lambda head, queries: emulate(of_heads[head], queries=queries)))
 
 
 def _quantized_calls(
@@ -234,12 +263,16 @@ def _quantized_calls(
         yield Line("official", "e4m3", choice), partial(official, x.q, x.k, x.v, **scales)
 
 
-def _of_16_bits(experiment: Experiment, dtype: torch.dtype) -> float:
-    return experiment.error(_tensor_of(fa3.flash_attn_func(*experiment.rounded(dtype))))
+def _of_eager(experiment: Experiment, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return experiment.errors(eager(q[:, experiment.queries], k, v))
 
 
-def _error_of(experiment: Experiment, call: Callable[[], object]) -> float:
-    return experiment.error(_tensor_of(call()))
+def _of_16_bits(experiment: Experiment, dtype: torch.dtype) -> Tensor:
+    return experiment.errors(_tensor_of(fa3.flash_attn_func(*experiment.rounded(dtype))))
+
+
+def _errors_of(experiment: Experiment, call: Callable[[], object]) -> Tensor:
+    return experiment.errors(_tensor_of(call()))
 
 
 def _tensor_of(answer: object) -> Tensor:
@@ -258,34 +291,54 @@ def measure(
     kernels: bool,
 ) -> None:
     """Add the rows of one case: 16 bits in PyTorch and the emulation, and all ``kernels`` where there are some."""
-    experiment = Experiment(case, device)
+    # Of each line the errors of every head, seed by seed.
+    errors: dict[Line, list[Tensor]] = {}
+    failed: dict[Line, str] = {}
 
-    def add(line: Line, call: Callable[[], float], exact_sums: float | None = None) -> None:
+    def add(line: Line, call: Callable[[], Tensor]) -> None:
+        if line in failed:
+            return
         try:
-            error = call()
+            errors.setdefault(line, []).append(call())
         except Exception as failure:  # a kernel may not be there, and a peer may fail in any way
             first_line = (str(failure).strip().splitlines() or [""])[0]
-            measured.failed.setdefault(f"{line.label}: {type(failure).__name__}: {first_line}", []).append(str(case))
-            return
-        measured.rows.append(_row(case, line, error, exact_sums))
+            failed[line] = f"{line.label}: {type(failure).__name__}: {first_line}"
 
-    q, k, v = experiment.rounded(torch.float16)
-    add(Line("eager", "fp16"), lambda: experiment.error(eager(q[:, experiment.queries], k, v)))
-    if kernels:
-        for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
-            add(Line("fa3", name), partial(_of_16_bits, experiment, dtype))
-    for choice in CHOICES:
-        x = experiment.quantized(choice)
-        exact_sums = experiment.exact_sums(x)
+    for seed in range(case.seed, case.seed + case.seeds):
+        experiment = Experiment(replace(case, seed=seed), device)
+        q, k, v = experiment.rounded(torch.float16)
+        add(Line("eager", "fp16"), partial(_of_eager, experiment, q, k, v))
         if kernels:
-            for line, call in _quantized_calls(x, choice, official):
-                add(line, partial(_error_of, experiment, call), exact_sums)
-        measured.rows.append(_row(case, Line("exact sums", "e4m3", choice), exact_sums))
+            for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
+                add(Line("fa3", name), partial(_of_16_bits, experiment, dtype))
+        for choice in CHOICES:
+            x = experiment.quantized(choice)
+            if kernels:
+                for line, call in _quantized_calls(x, choice, official):
+                    add(line, partial(_errors_of, experiment, call))
+            add(Line("exact sums", "e4m3", choice), partial(experiment.exact_sums, x))
+    for failure in failed.values():
+        measured.failed.setdefault(failure, []).append(str(case))
+    found = {line: torch.cat(of_seeds) for line, of_seeds in errors.items() if line not in failed and of_seeds}
+    measured.rows += [_row(case, line, found) for line in found]
 
 
-def _row(case: Case, line: Line, error: float, exact_sums: float | None = None) -> Row:
-    """One row of a result file."""
-    scales, _, incoherent = line.choice.partition(", ")
+def _row(case: Case, line: Line, found: dict[Line, Tensor]) -> Row:
+    """One row of a result file: ``found`` has the errors of every head of every seed, for all lines of the case."""
+    scales, *more = line.choice.split(", ")
+    incoherent = "incoherent" in more
+    errors = found[line]
+    rmse, rmse_error = rmse_ratio(errors, torch.ones_like(errors))
+    # Of kernels in e4m3, beside exact sums of the same tensors; of fa3's, beside the official one's that has the same
+    # q and k, rotated or not, but one scale for all of each tensor.
+    of_kernel = line.dtype == "e4m3" and line.impl != "exact sums"
+    exact_sums = found.get(Line("exact sums", "e4m3", line.choice)) if of_kernel else None
+    beside = Line("official", "e4m3", "tensor, incoherent" if incoherent else "tensor")
+    official = found.get(beside) if of_kernel else None
+    to_exact, _ = (None, None) if exact_sums is None else rmse_ratio(errors, exact_sums)
+    to_official, to_official_error = (
+        (None, None) if official is None or line.impl == "official" else rmse_ratio(errors, official)
+    )
     return {
         "data": case.data,
         "d": case.head_dim,
@@ -293,14 +346,27 @@ def _row(case: Case, line: Line, error: float, exact_sums: float | None = None) 
         "b": 1,
         "h": case.heads,
         "queries": min(case.queries, case.seqlen),
+        "seeds": case.seeds,
         "impl": line.impl,
         "dtype": line.dtype,
         "scales": scales,
-        "incoherent": bool(incoherent),
+        "incoherent": incoherent,
+        "qk_dtype": INT8 if INT8 in more else line.dtype,
         "two_level": line.two_level,
-        "rmse": float(f"{error:.4g}"),
-        "to_exact_sums": None if exact_sums is None else round(error / exact_sums, 4),
+        "rmse": _digits(rmse),
+        "rmse_error": _digits(rmse_error),
+        "to_exact_sums": _places(to_exact),
+        "to_official": _places(to_official),
+        "to_official_error": _places(to_official_error),
     }
+
+
+def _digits(number: float | None) -> float | None:
+    return None if number is None else float(f"{number:.4g}")
+
+
+def _places(number: float | None) -> float | None:
+    return None if number is None else round(number, 4)
 
 
 # The command --------------------------------------------------------------------------------------------------------
@@ -324,9 +390,41 @@ def tables(rows: list[Row], head: str) -> Iterator[Table]:
         yield table
 
 
+def official_table(rows: list[Row]) -> Table | None:
+    """Errors of fa3 over those of the official kernel, of the paper's data, rotated; None without such rows."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    group = beside_official(rows)
+    if not group:
+        return None
+    table = Table(title="fa3 / official, both rotated, paper (standard error)", box=SIMPLE_HEAD)
+    for name in ("", "head dim", *map(str, sorted({row["s"] for row in group}))):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for label, head_dim in dict.fromkeys((label_of(row), row["d"]) for row in group):
+        found = {row["s"]: row for row in group if (label_of(row), row["d"]) == (label, head_dim)}
+        texts = (ratio_text(found.get(seqlen)) for seqlen in sorted({row["s"] for row in group}))
+        table.add_row(label, str(head_dim), *texts)
+    return table
+
+
+def beside_official(rows: list[Row]) -> list[Row]:
+    """Rows of the paper's data with rotated q and k that have a ratio to the official kernel."""
+    return [row for row in rows if row["data"] == "paper" and row["incoherent"] and row.get("to_official")]
+
+
+def ratio_text(row: Row | None) -> str:
+    """The ratio of a row to the official kernel, with its standard error."""
+    if row is None:
+        return ""
+    error = row["to_official_error"]
+    return f"{row['to_official']:.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
 def label_of(row: Row) -> str:
     """What the line of a row is called in a table."""
     choice = row["scales"] + (", incoherent" if row["incoherent"] else "")
+    choice += f", {INT8}" if row.get("qk_dtype") == INT8 else ""
     return Line(row["impl"], row["dtype"], choice, row["two_level"]).label
 
 
@@ -375,7 +473,10 @@ def _print(result: Row) -> None:
     print("Root mean square errors (over those of exact sums)")
     for table in tables(result["rows"], result["gpu"] or "CPU"):
         console.print(table)
-    print(f"seed {result['seed']} of data, queries and signs; {result['seconds']} s")
+    beside = official_table(result["rows"])
+    if beside is not None:
+        console.print(beside)
+    print(f"seed {result['seed']} and the next, of data, queries and signs; {result['seconds']} s")
     for note in result["notes"]:
         print(f"note: {note}")
     for name, reason in result["missing"].items():

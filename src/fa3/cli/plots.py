@@ -203,15 +203,17 @@ def _bars(labels: Sequence[str], values: Sequence[float], colours: Sequence[str]
     return figure
 
 
-#: Curves of the errors of e4m3: (impl, dtype, scales, incoherent, two_level) -> (label, colour, kind of line).
+#: Curves of the errors of e4m3: (impl, dtype, of q and k, scales, incoherent, two_level) -> (label, colour, kind of
+#: line).
 _ERRORS: dict[tuple[Any, ...], tuple[str, str, str]] = {
-    ("official", "e4m3", "tensor", False, None): ("official e4m3", COLOURS["official"], "-"),
-    ("official", "e4m3", "tensor", True, None): ("official e4m3, incoherent", COLOURS["fa4"], "-"),
-    ("fa3", "e4m3", "block", True, False): ("fa3 e4m3, one level", COLOURS["fa3-det"], "-"),
-    ("fa3", "e4m3", "block", True, True): ("fa3 e4m3, two levels", COLOURS["fa3"], "-"),
-    ("exact sums", "e4m3", "block", True, None): ("the same with exact sums", COLOURS["fa3"], ":"),
-    ("fa3", "bf16", "", False, None): ("fa3 bf16", "#5a5a5a", "-"),
-    ("fa3", "fp16", "", False, None): ("fa3 fp16", COLOURS["fa2"], "-"),
+    ("official", "e4m3", "e4m3", "tensor", False, None): ("official e4m3", COLOURS["official"], "-"),
+    ("official", "e4m3", "e4m3", "tensor", True, None): ("official e4m3, incoherent", COLOURS["fa4"], "-"),
+    ("fa3", "e4m3", "e4m3", "block", True, False): ("fa3 e4m3, one level", COLOURS["fa3-det"], "-"),
+    ("fa3", "e4m3", "e4m3", "block", True, True): ("fa3 e4m3, two levels", COLOURS["fa3"], "-"),
+    ("fa3", "e4m3", "int8", "block", True, True): ("fa3 int8 scores, two levels", COLOURS["fa3"], "--"),
+    ("exact sums", "e4m3", "e4m3", "block", True, None): ("the same with exact sums", COLOURS["fa3"], ":"),
+    ("fa3", "bf16", "bf16", "", False, None): ("fa3 bf16", "#5a5a5a", "-"),
+    ("fa3", "fp16", "fp16", "", False, None): ("fa3 fp16", COLOURS["fa2"], "-"),
 }
 
 
@@ -242,7 +244,8 @@ def _accuracy(rows: Sequence[Row], title: str) -> Figure:
 
 
 def _error_key(row: Row) -> tuple[Any, ...]:
-    return tuple(row[field] for field in ("impl", "dtype", "scales", "incoherent", "two_level"))
+    of_qk = row.get("qk_dtype", row["dtype"])
+    return (row["impl"], row["dtype"], of_qk, row["scales"], row["incoherent"], row["two_level"])
 
 
 def _training(rows: Sequence[Row], title: str) -> Figure:

@@ -3,10 +3,10 @@
 Entries of q, k and v have outliers, everything is quantized, attention is computed as the kernels do it, and the error
 is the root mean square of the difference to float64 (Shah et al., arXiv:2407.08608, section 4.3, table 3).
 
-What is emulated: e4m3 q, k and v with their scales, and the rounding of probabilities to e4m3, 2^8 times as large and
-times the scale of V of their block; the row sums are those of the rounded ones. What is not: sums are exact, where
-tensor cores keep 14 bits; and probabilities are relative to the largest score of the whole row, which is rounded as
-2^8, where kernels have a reference of the keys so far, and the largest is from 2^5 to 448.
+What is emulated: e4m3 q, k and v, or q and k in int8, with their scales, and the rounding of probabilities to e4m3, 2^8
+times as large and times the scale of V of their block; the row sums are those of the rounded ones. What is not: sums
+are exact, where tensor cores keep 14 bits; and probabilities are relative to the largest score of the whole row, which
+is rounded as 2^8, where kernels have a reference of the keys so far, and the largest is from 2^5 to 448.
 
 What rotation does: e4m3 has steps relative to each value, so an outlier costs its neighbours nothing; what it costs is
 its own rounding. The error of a score is about ``step * sqrt(sum (q_c k_c)^2)``, and after rotation ``step * |q| |k| /
@@ -17,6 +17,7 @@ where they are large in different ones.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,14 +34,23 @@ from fa3.quantization import (
 #: Probabilities are this many times as large when they are rounded: e4m3 reaches 448.
 P_SCALE = 256.0
 
-#: Name -> (block, incoherent), as `fa3.quantize_qkv` takes them.
-CHOICES: dict[str, tuple[str | None, bool]] = {
-    "tensor": ("tensor", False),
-    "tensor, incoherent": ("tensor", True),
-    "head": ("head", False),
-    "head, incoherent": ("head", True),
-    "block": (None, False),
-    "block, incoherent": (None, True),
+
+class Choice(NamedTuple):
+    """How q, k and v are quantized, as `fa3.quantize_qkv` takes it."""
+
+    block: str | None
+    incoherent: bool
+    qk_dtype: Literal["e4m3", "int8"] = "e4m3"
+
+
+CHOICES: dict[str, Choice] = {
+    "tensor": Choice("tensor", False),
+    "tensor, incoherent": Choice("tensor", True),
+    "head": Choice("head", False),
+    "head, incoherent": Choice("head", True),
+    "block": Choice(None, False),
+    "block, incoherent": Choice(None, True),
+    "block, incoherent, int8": Choice(None, True, "int8"),
 }
 
 
@@ -190,11 +200,37 @@ def rmse(x: Tensor, expected: Tensor) -> float:
     return (x.double() - expected.double()).square().mean().sqrt().item()
 
 
+def squared_errors(x: Tensor, expected: Tensor) -> Tensor:
+    """Mean squared difference of each head: (heads,), float64, of (batch, seqlen, heads, head_dim)."""
+    return (x.double() - expected.double()).square().mean(dim=(0, 1, 3))
+
+
+def rmse_ratio(errors: Tensor, others: Tensor) -> tuple[float, float | None]:
+    """Root mean squared error over that of another way, and the standard error of this ratio.
+
+    Both ways have the same data, so that much of what is random cancels. The standard error is the jackknife's: from
+    the ratios without one of the samples (Efron and Stein, The Annals of Statistics 9 (1981) 586).
+
+    Args:
+        errors, others: mean squared errors of the same independent samples, heads say; (samples,) float64. Ones as
+            ``others`` give the error itself.
+
+    Returns:
+        The ratio, and its standard error; ``None`` of a single sample.
+    """
+    ratio = (errors.sum() / others.sum()).sqrt().item()
+    count = errors.numel()
+    if count == 1:
+        return ratio, None
+    without = ((errors.sum() - errors) / (others.sum() - others)).sqrt()
+    return ratio, ((count - 1) * without.var(correction=0)).sqrt().item()
+
+
 def errors(
     kind: str = "paper",
     shape: tuple[int, int, int, int] = (1, 1024, 4, 128),
     causal: bool = False,
-    choices: dict[str, tuple[str | None, bool]] = CHOICES,
+    choices: dict[str, Choice] = CHOICES,
     seed: int = 0,
     round_probabilities: bool = True,
     device: torch.device | str = "cpu",
@@ -203,10 +239,10 @@ def errors(
     q, k, v = (x.to(device) for x in make_inputs(kind, shape, seed))
     expected = exact(q, k, v, causal)
     answers = {"fp16": rmse(expected.half(), expected)}
-    for name, (block, incoherent) in choices.items():
+    for name, (block, incoherent, qk_dtype) in choices.items():
         x = quantize_qkv(
             quantize_tensor, q, k, v, seed=seed if incoherent else None, block=block or default_block(shape[3]),
-            v_of_head=block is None,
+            v_of_head=block is None, qk_dtype=qk_dtype,
         )  # fmt: skip
         answers[name] = rmse(emulate(x, causal, round_probabilities), expected)
     return answers
