@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fa3.kernel_spec import spec_from_dict
-from fa3.spec import MAX_QUANTIZE_THREADS, SHARED_MEMORY_PER_BLOCK, QuantizeSpec
+from fa3.spec import SHARED_MEMORY_PER_BLOCK, QuantizeSpec
 
 SPEC = QuantizeSpec("bf16", 128)
 
@@ -57,7 +57,7 @@ def test_whole_warps_share_a_block_and_no_more_than_a_block_can_have(rope):
 def test_thread_blocks_that_share_rows_are_no_more_than_any_gpu_has_in_a_cluster():
     for head_dim, rows, rope in itertools.product(range(16, 257, 16), (64, 96, 128), ("", "fp32")):
         spec = QuantizeSpec("bf16", head_dim, rows, rope=rope)
-        assert spec.threads <= MAX_QUANTIZE_THREADS["rope" if rope else "plain"]
+        assert spec.threads <= spec.most_threads
         assert spec.cluster == spec.split <= 8
         assert rows % (spec.split * spec.units) == 0
         # A word for each warp of the cluster, of this head and of the next.
@@ -65,7 +65,8 @@ def test_thread_blocks_that_share_rows_are_no_more_than_any_gpu_has_in_a_cluster
         assert 8 * spec.warp_values <= spec.shared_bytes
         # Where an amax comes from a pass of its own, thread blocks tell each other nothing.
         assert replace(spec, scales="given").cluster == replace(spec, scales="amax").cluster == 1
-    assert QuantizeSpec("bf16", 256, rope="fp32").cluster == 4
+    assert QuantizeSpec("bf16", 256, rope="fp32").cluster == QuantizeSpec("bf16", 256, 64).cluster == 2
+    assert QuantizeSpec("bf16", 128, 96, rope="fp32").cluster == 3
 
 
 @pytest.mark.parametrize(

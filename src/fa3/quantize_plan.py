@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from fa3.plan import DeviceFacts
 from fa3.quantization import default_block
-from fa3.spec import FP8, INT8, MAX_QUANTIZE_THREADS, QuantizeSpec
+from fa3.spec import FP8, HALF_OF_THREADS, INT8, QuantizeSpec
 
 #: Rows of a thread block where all rows of a head share a scale.
 ROWS = 128
@@ -94,7 +94,7 @@ def plan_quantize(
     if rope:
         most = min(ROPE_HEADS, heads)
         threads = row_blocks * spec.split * batch * spec.threads
-        while most > 1 and threads * -(-heads // most) < 2 * MAX_QUANTIZE_THREADS["rope"] * facts.sm_count:
+        while most > 1 and threads * -(-heads // most) < 2 * HALF_OF_THREADS * facts.sm_count:
             most -= 1
         # As even as so many thread blocks can have them.
         heads_per_block = -(-heads // -(-heads // most))

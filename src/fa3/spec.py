@@ -280,9 +280,8 @@ class ForwardSpec(Spec):
             raise ValueError(f"promote={self.promote}: allowed beside head_dim_v={self.head_dim_v} are {allowed}")
 
 
-#: Most threads of a thread block that quantizes rows: with a rotary embedding two of them have the registers of a
-#: multiprocessor, with 128 for each thread.
-MAX_QUANTIZE_THREADS = {"rope": 256, "plain": 384}
+#: Threads with 128 registers that fill half a multiprocessor.
+HALF_OF_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -378,9 +377,23 @@ class QuantizeSpec(Spec):
         """Thread blocks that have an equal part of the rows each, so that two or more share a multiprocessor."""
         if self.transpose:
             return 1
-        most = MAX_QUANTIZE_THREADS["rope" if self.rope else "plain"]
         threads = self.rows * self.head_dim // (self.held * self.units)
-        return next(parts for parts in (1, 2, 3, 4, 6, 8) if self.rows % parts == 0 and threads <= parts * most)
+        counts = (parts for parts in (1, 2, 3, 4, 6, 8) if self.rows % parts == 0)
+        return next(parts for parts in counts if threads <= parts * self.most_threads)
+
+    @property
+    def most_threads(self) -> int:
+        """Most threads of a thread block, as measured.
+
+        With a rotary embedding two have the registers of a multiprocessor; of 96 rows smaller ones waste less of them.
+        Of the widest rows, too many small blocks would wait for each other, or two large ones.
+        """
+        half = HALF_OF_THREADS
+        if self.rope:
+            if self.rows == 96 and self.head_dim <= 128:
+                return half // 2
+            return 2 * half if (self.rows, self.head_dim) == (128, 256) else half
+        return half // 2 if (self.rows, self.head_dim) == (64, 256) else 3 * half // 2
 
     @property
     def cluster(self) -> int:
