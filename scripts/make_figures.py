@@ -51,12 +51,15 @@ FP8_COLUMNS = {
     "fa3-rows": "v in rows",
     "fa3-transposed": "V^T",
     "fa3-blocks": "V^T, blocks",
+    "fa3-int8": "V^T, blocks, int8 scores",
     "fa3-two-level": "V^T, two levels",
     "fa3-bf16": "bf16",
 }
 FP8_PASSES = {
     "q-blocks": "q, rotated, a scale a block",
     "q-blocks-rope": "q, RoPE, rotated, a scale a block",
+    "k-blocks-rope": "k, RoPE, rotated, a scale a block",
+    "q-int8-rope": "q in int8, RoPE, rotated, a scale a block",
     "v-rows": "v in rows, a scale a block",
     "v-transposed": "V^T, a scale a block",
     "q-head": "q, rotated, a scale a head",
@@ -235,7 +238,7 @@ def fp8_quantize_table(result: dict[str, Any]) -> list[str]:
 def fp8_end_to_end_table(result: dict[str, Any]) -> list[str]:
     """Markdown table of RoPE and attention together: milliseconds in bf16 and in FP8, and how many times as fast.
 
-    Behind it, how many times as fast FP8 is without sums in float32.
+    Behind it, how many times as fast FP8 is without sums in float32, and with int8 scores.
     """
     rows = [row for row in result["rows"] if row["part"] == "end-to-end"]
     seqlens = sorted({row["s"] for row in rows})
@@ -249,7 +252,7 @@ def fp8_end_to_end_table(result: dict[str, Any]) -> list[str]:
             found = {row["impl"]: row for row in rows if (row["d"], row["causal"], row["s"]) == (d, causal, s)}
             both = "bf16" in found and "fp8" in found
             times = f"{found['bf16']['ms']:.2f} → {found['fp8']['ms']:.2f}" if both else ""
-            ratios = [f"{found[name]['to_bf16']:.2f}" for name in ("fp8", "fp8-one-level") if name in found]
+            ratios = [f"{found[name]['to_bf16']:.2f}" for name in ("fp8", "fp8-one-level", "fp8-int8") if name in found]
             texts.append(f"{times} ({', '.join(ratios)})" if both else "")
         lines.append(f"| {d} | {'causal' if causal else 'full'} | " + " | ".join(texts) + " |")
     return lines
@@ -399,7 +402,10 @@ def fp8_speed_block(results: Results) -> str:
         if "end-to-end" in parts:
             lines += ["RoPE and attention of bf16 q, k and v, milliseconds: RoPE in float32 by "]
             lines[-1] += f"{result.get('rope', 'PyTorch')} and"
-            lines += ["`flash_attn_func` → `flash_attn_fp8_func(rope=...)`; in parentheses how many times as fast:", ""]
+            lines += [
+                "`flash_attn_func` → `flash_attn_fp8_func(rope=...)`; in parentheses how many times as fast as bf16,"
+            ]
+            lines += ["then with one level of sums, then with int8 scores:", ""]
             lines += [*fp8_end_to_end_table(result), ""]
         lines += [origin(path, result, "../"), ""]
     return _block("fp8-speed", lines)

@@ -169,7 +169,7 @@ class TestAttention:
             fp8_speed, "official_function", lambda: lambda q, k, v, causal, **scales: v.bfloat16().roll(1, 1)
         )
         _, head = measured([impl], fp8_speed.jobs(quick=True)[:1])
-        assert len(head["notes"]) == 5
+        assert len(head["notes"]) == 6
         assert all("differs from official" in note and "of the norm" in note for note in head["notes"])
         nothing = torch.full((2, 2), math.nan)
         assert fp8_speed._differs(impl, nothing, torch.ones(2, 2), impl) is not None
@@ -201,7 +201,7 @@ class TestAttention:
         groups, head = measured([], fp8_speed.jobs(quick=True)[:1])
         assert groups == []
         assert "attention" not in head
-        assert len(head["notes"]) == 5
+        assert len(head["notes"]) == 6
 
 
 class TestQuantize:
@@ -211,7 +211,8 @@ class TestQuantize:
         passes = {name: moved for name, (_, moved) in fp8_speed.quantize_passes(cell, CPU).items()}
         # 2 batches and 2 heads of 4 blocks of queries, 3 of keys; angles once for all heads and batches.
         assert passes["q-blocks"] == 3 * values + 4 * 2 * 2 * 4
-        assert passes["q-blocks-rope"] == passes["q-blocks"] + 2 * 4 * 256 * 64
+        assert passes["q-blocks-rope"] == passes["q-int8-rope"] == passes["q-blocks"] + 2 * 4 * 256 * 64
+        assert passes["k-blocks-rope"] == 3 * values + 4 * 2 * 2 * 3 + 2 * 4 * 256 * 64
         assert passes["v-rows"] == passes["v-transposed"] == 3 * values + 4 * 2 * 2 * 3
         assert passes["q-head"] == 3 * values + 4 * 2 * 2
         assert passes["copy"] == passes["q-blocks"]
@@ -249,11 +250,12 @@ class TestEndToEnd:
             assert torch.equal(mine.view(x.shape), rope_rows(x, (cos, sin)).bfloat16())
 
     def test_the_rows_are_ratios_to_bf16(self):
-        ((bf16, fp8, one_level),), head = measured([], fp8_speed.jobs(quick=True)[3:])
+        ((bf16, fp8, one_level, int8),), head = measured([], fp8_speed.jobs(quick=True)[3:])
         assert head["notes"] == []
         assert (bf16["impl"], bf16["dtype"], bf16["to_bf16"]) == ("bf16", "bf16", 1.0)
         assert (fp8["impl"], fp8["dtype"]) == ("fp8", "e4m3")
         assert (one_level["impl"], one_level["dtype"]) == ("fp8-one-level", "e4m3")
+        assert (int8["impl"], int8["dtype"]) == ("fp8-int8", "e4m3")
         assert fp8["to_bf16"] == pytest.approx(bf16["ms"] / fp8["ms"], rel=1e-2, abs=1e-3)
 
     def test_a_rotation_that_cannot_be_compiled_is_noted_and_done_without(self, monkeypatch):

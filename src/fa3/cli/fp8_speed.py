@@ -12,8 +12,8 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from fa3.cli import gradients
 from fa3.cli.measure import Cell, Entrant, Row, enter, inputs, make_cell, measure_cell, warm_up
 from fa3.cli.peers import Call, Impl, Prepare, official_function
 from fa3.cli.timing import Sample, Sensors, burst, burst_calls, median, rounds
+from fa3.e4m3 import INT8_MAX
 from fa3.fp8_ops import quantize_tensor
 from fa3.quantization import E4M3, QuantizedQKV, default_block, transposed
 
@@ -48,11 +49,11 @@ AGREEMENT = 0.15
 ROPE_BASE = 10000.0
 
 #: Names of attention: what rows of that part hold, in the order of the tables.
-ATTENTION = ("official", "fa3-rows", "fa3-transposed", "fa3-blocks", "fa3-two-level", "fa3-bf16")
+ATTENTION = ("official", "fa3-rows", "fa3-transposed", "fa3-blocks", "fa3-int8", "fa3-two-level", "fa3-bf16")
 #: Names of rows of the quantize pass: what is done to which tensor.
-PASSES = ("q-blocks", "q-blocks-rope", "v-rows", "v-transposed", "q-head", "copy")
+PASSES = ("q-blocks", "q-blocks-rope", "k-blocks-rope", "q-int8-rope", "v-rows", "v-transposed", "q-head", "copy")
 #: Names of rows from bf16 q, k and v to out.
-END_TO_END = ("bf16", "fp8", "fp8-one-level")
+END_TO_END = ("bf16", "fp8", "fp8-one-level", "fp8-int8")
 
 PARTS = ("attention", "quantize", "end-to-end")
 
@@ -131,9 +132,17 @@ def of_ones(q: Tensor, k: Tensor, v: Tensor, v_layout: str, blocks: bool) -> Qua
     )  # fmt: skip
 
 
-def _quantized(v_layout: str, blocks: bool, two_level: bool | None) -> Prepare:
+def with_int8(x: QuantizedQKV) -> QuantizedQKV:
+    """q and k, whose scales are 1, in int8: the nearest of 127 steps up to the largest of each tensor."""
+    q_step, k_step = (tensor.float().abs().amax() / INT8_MAX for tensor in (x.q, x.k))
+    q, k = ((tensor.float() / step).round().to(torch.int8) for tensor, step in ((x.q, q_step), (x.k, k_step)))
+    return replace(x, q=q, k=k, q_scale=x.q_scale * q_step, k_scale=x.k_scale * k_step)
+
+
+def _quantized(v_layout: str, blocks: bool, two_level: bool | None, int8: bool = False) -> Prepare:
     def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
         x = of_ones(q, k, v, v_layout, blocks)
+        x = with_int8(x) if int8 else x
         return lambda: fa3.flash_attn_quantized_func(x, causal=causal, two_level=two_level)
 
     return prepare
@@ -149,6 +158,7 @@ def attention_impls(head_dim: int, official: Impl | None) -> list[Impl]:
         "fa3-rows": _quantized("row", False, False),
         "fa3-transposed": _quantized("transposed", False, False),
         "fa3-blocks": _quantized("transposed", True, False),
+        "fa3-int8": _quantized("transposed", True, False, int8=True),
         "fa3-two-level": _quantized("transposed", False, True),
         "fa3-bf16": _bf16,
     }
@@ -238,14 +248,16 @@ def end_to_end_impls(rotation: Rotation) -> list[Impl]:
 
         return call
 
-    def fp8(two_level: bool | None) -> Prepare:
+    def fp8(two_level: bool | None, qk_dtype: Literal["e4m3", "int8"] = "e4m3") -> Prepare:
         def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
             rope = rope_tables(q.shape[1], q.shape[3], q.device)
-            return lambda: fa3.flash_attn_fp8_func(q, k, v, causal=causal, rope=rope, two_level=two_level)
+            return lambda: fa3.flash_attn_fp8_func(
+                q, k, v, causal=causal, rope=rope, two_level=two_level, qk_dtype=qk_dtype
+            )
 
         return prepare
 
-    calls = {"bf16": bf16, "fp8": fp8(None), "fp8-one-level": fp8(False)}
+    calls = {"bf16": bf16, "fp8": fp8(None), "fp8-one-level": fp8(False), "fp8-int8": fp8(None, "int8")}
     return [Impl(name, fa3.__version__, call) for name, call in calls.items()]
 
 
@@ -271,11 +283,13 @@ def quantize_passes(cell: Cell, device: torch.device) -> dict[str, tuple[list[Ca
     of_q, of_k = default_block(cell.head_dim)
     plain: dict[str, Any] = {
         "seed": 0, "rope": None, "interleaved": False, "first_position": 0, "rotate": False, "transpose": False,
-        "power_of_two": False,
+        "power_of_two": False, "out": "e4m3",
     }  # fmt: skip
     options: dict[str, dict[str, Any]] = {
         "q-blocks": {"rows": of_q, "rotate": True},
         "q-blocks-rope": {"rows": of_q, "rotate": True, "rope": rope},
+        "k-blocks-rope": {"rows": of_k, "rotate": True, "rope": rope},
+        "q-int8-rope": {"rows": of_q, "rotate": True, "rope": rope, "out": "int8"},
         "v-rows": {"rows": of_k, "power_of_two": True},
         "v-transposed": {"rows": of_k, "power_of_two": True, "transpose": True},
         "q-head": {"rows": "head", "rotate": True},

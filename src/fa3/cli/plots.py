@@ -29,6 +29,7 @@ COLOURS = {
     "fa3-rows": "#e8a4ad",
     "fa3-transposed": "#d1495b",
     "fa3-blocks": "#8f2d3b",
+    "fa3-int8": "#7a5195",
     "fa3-two-level": "#edae49",
     "fa3-bf16": "#5a5a5a",
     # Those of a training run.
@@ -47,6 +48,7 @@ LABELS = {
     "fa3-rows": "fa3, v in rows",
     "fa3-transposed": "fa3, V^T",
     "fa3-blocks": "fa3, V^T, scales of blocks",
+    "fa3-int8": "fa3, V^T, scales of blocks, int8 scores",
     "fa3-two-level": "fa3, V^T, two levels",
     "fa3-bf16": "fa3 in bf16",
 }
