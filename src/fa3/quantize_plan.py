@@ -19,9 +19,10 @@ ROWS = 128
 #: third dimension).
 MAX_ROW_BLOCKS = MAX_BATCH = 65_535
 
-#: Heads whose rows one thread block embeds, with cos and sin that it reads once. Fewer where that would leave a
-#: multiprocessor less threads than it has registers for, those of two of the largest thread blocks.
-ROPE_HEADS = 8
+#: Heads whose rows one thread block embeds, with cos and sin that it reads once, and of 96 rows, which make small thread
+#: blocks. Fewer where that would leave multiprocessors less than `FULL` of the threads that they have registers for,
+#: those of two of the largest thread blocks.
+ROPE_HEADS, ROPE_HEADS_OF_96, FULL = 16, 4, 0.9
 
 #: Head dims that ship.
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -92,9 +93,9 @@ def plan_quantize(
         raise ValueError(f"batch={batch}: at most {MAX_BATCH}; split it")
     heads_per_block = 1
     if rope:
-        most = min(ROPE_HEADS, heads)
+        most = min(ROPE_HEADS_OF_96 if spec.rows == 96 else ROPE_HEADS, heads)
         threads = row_blocks * spec.split * batch * spec.threads
-        while most > 1 and threads * -(-heads // most) < 2 * HALF_OF_THREADS * facts.sm_count:
+        while most > 1 and threads * -(-heads // most) < FULL * 2 * HALF_OF_THREADS * facts.sm_count:
             most -= 1
         # As even as so many thread blocks can have them.
         heads_per_block = -(-heads // -(-heads // most))

@@ -5,6 +5,8 @@ See ``make sanitize``.
 Lengths are multiples of nothing, so that every kernel runs its tails, and each has rows without keys.
 """
 
+from typing import Literal
+
 import torch
 
 import fa3
@@ -85,18 +87,27 @@ def call_listed_gradients(
         assert all(torch.isfinite(gradient).all() for gradient in gradients if gradient is not None)
 
 
-#: Head dim, rows that share a scale, layout of v, whether partial outputs are added in float32: of 256 in parts.
-FP8_KINDS: tuple[tuple[int, tuple[int, int] | str | None, str, bool], ...] = (
-    (64, "head", "row", False),
-    (128, "head", "row", False),
-    (128, None, "transposed", True),
-    (128, (64, 128), "row", True),
-    (256, "tensor", "transposed", False),
-    (256, (128, 128), "transposed", True),
+#: Head dim, rows that share a scale, layout of v, whether partial outputs are added in float32 (of 256 in parts), and
+#: the dtype of q and k.
+FP8_KINDS: tuple[tuple[int, tuple[int, int] | str | None, str, bool, Literal["e4m3", "int8"]], ...] = (
+    (64, "head", "row", False, "e4m3"),
+    (64, None, "transposed", False, "int8"),
+    (128, "head", "row", False, "e4m3"),
+    (128, None, "transposed", True, "e4m3"),
+    (256, "tensor", "transposed", False, "e4m3"),
+    (256, "head", "row", True, "e4m3"),
+    (256, (128, 128), "transposed", True, "e4m3"),
+    (256, None, "transposed", True, "int8"),
 )
 
 
-def call_fp8(head_dim: int, block: tuple[int, int] | str | None, v_layout: str, two_level: bool) -> None:
+def call_fp8(
+    head_dim: int,
+    block: tuple[int, int] | str | None,
+    v_layout: str,
+    two_level: bool,
+    qk_dtype: Literal["e4m3", "int8"],
+) -> None:
     """The passes that quantize, with a rotary embedding where positions allow it, and attention of what they made."""
     for seqlen_q, seqlen_k in ((331, 203), (203, 331)):
         shapes = (seqlen_q, HEADS, head_dim), (seqlen_k, HEADS_KV, head_dim), (seqlen_k, HEADS_KV, head_dim)
@@ -104,7 +115,7 @@ def call_fp8(head_dim: int, block: tuple[int, int] | str | None, v_layout: str, 
         angles = torch.randn(seqlen_k, head_dim // 2, device="cuda")
         # Kernels that ship.
         rope = (angles.cos(), angles.sin()) if seqlen_q <= seqlen_k and block != "head" else None
-        x = fa3.quantize_qkv(q, k, v, rope=rope, block=block, v_layout=v_layout)
+        x = fa3.quantize_qkv(q, k, v, rope=rope, block=block, v_layout=v_layout, qk_dtype=qk_dtype)
         for tensor in x.dequantize():
             assert torch.isfinite(tensor).all()
         out, lse = fa3.flash_attn_quantized_func(

@@ -134,7 +134,7 @@ def test_100_repeats_agree_bitwise(kind):
     assert different.item() == 0
 
 
-@pytest.mark.parametrize(("head_dim", "ratio"), [(64, 0.7), (128, 0.85), (256, 0.97)])
+@pytest.mark.parametrize(("head_dim", "ratio"), [(64, 0.8), (128, 0.85), (256, 0.97)])
 def test_the_whole_way_from_16_bits_has_a_smaller_error_than_with_e4m3(head_dim, ratio):
     q, k, v = tensors((2000, 2000), (head_dim, head_dim), batch=1)
     exact = fa3.reference(q, k, v)[0]
