@@ -137,6 +137,17 @@ class TestExplain:
         assert main(["explain", "--shape", "1,16384,16,128"]) == 0
         assert "registers: 168" in capsys.readouterr().out
 
+    @on_cpu
+    def test_it_shows_the_artifact_of_a_pass_before_attention_too(self, capsys):
+        arguments = ("--shape", "4,4096,8,256", "--dtype", "e4m3")
+        said = self.said(capsys, *arguments)
+        assert said["plan"]["before"] == "transpose_e4m3_4"
+        assert main(["explain", *arguments]) == 0
+        out = capsys.readouterr().out
+        assert "spec of a pass before: transpose_e4m3_4\n" in out
+        assert out.index("artifact of the pass before: not in the store") < out.index("artifact: not in the store")
+        assert "artifact_before" not in self.said(capsys, *arguments, "--v-transposed")
+
     @pytest.mark.parametrize("store", ["a file", "under a file", "open to others"])
     def test_a_store_that_cannot_be_used_promises_no_compilation(self, capsys, monkeypatch, tmp_path, store):
         folder = tmp_path / "place"

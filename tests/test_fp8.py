@@ -265,6 +265,18 @@ def test_the_forward_is_attention_of_the_quantized(dtype, options):
     assert torch.equal(fa3.flash_attn_fp8_func(q, k, v, **options), answer[0])
 
 
+@pytest.mark.parametrize("block", [None, (128, 64), "head", "tensor"], ids=str)
+def test_the_forward_takes_blocks_as_quantize_qkv_does(block):
+    q, k, v = tensors()
+    # Other numbers by one scale for the head than by one for each block.
+    v[:, :64] *= 0.01
+    x = fa3.quantize_qkv(q, k, v, block=block, v_layout="transposed")
+    expected = fa3.flash_attn_quantized_func(x, return_lse=True)
+    answer = fa3.flash_attn_fp8_func(q, k, v, block=block, return_lse=True)
+    for one, other in zip(answer, expected, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("with_rope", [False, True])
 @pytest.mark.parametrize("block", [(64, 128), "tensor"], ids=str)
@@ -340,7 +352,7 @@ def test_torch_func_takes_gradients_of_each_sequence():
 def test_operators_of_fp8_pass_opcheck(with_rope, seed):
     q, k, v = tensors(requires_grad=True)
     cos, sin = rope_of() if with_rope else (None, None)
-    for fp8, whole in ((Fp8(q_block=64, k_block=128, v_transposed=True), False), (Fp8(), True)):
+    for fp8, v_rows in ((Fp8(q_block=64, k_block=128, v_transposed=True), "head"), (Fp8(), "tensor")):
         call = (
             q,
             k,
@@ -349,7 +361,7 @@ def test_operators_of_fp8_pass_opcheck(with_rope, seed):
             sin,
             False,
             seed,
-            whole,
+            v_rows,
             "e4m3",
             None,
             True,

@@ -257,7 +257,7 @@ def test_the_operator_that_quantizes_passes_opcheck(rows):
 def test_operators_pass_opcheck():
     q, k, v = tensors(requires_grad=True)
     options = schemas.flatten(Options(fp8=Fp8(q_block=64, k_block=128, v_transposed=True)))
-    call = (q, k, v, None, None, False, 5, False, "int8", None, True, *options)
+    call = (q, k, v, None, None, False, 5, "block", "int8", None, True, *options)
     torch.library.opcheck(torch.ops.fa3.fp8_forward_lse.default, call)
     x = quantized()
     options = schemas.flatten(Options(softcap=3.0, fp8=fp8_ops.fp8_options(x, "fp16", None)))

@@ -363,4 +363,6 @@ def flash_attn_fp8_func(
     )
     if softmax_scale is not None:
         softmax_scale = check_softmax_scale(softmax_scale)
-    return fp8_ops.attend(q, k, v, tables, interleaved, number, rows, of_qk, softmax_scale, causal, return_lse, options)
+    return fp8_ops.attend(
+        q, k, v, tables, interleaved, number, rows, block is None, of_qk, softmax_scale, causal, return_lse, options
+    )

@@ -29,9 +29,10 @@ _library.define(
     "int first_position, bool transpose, bool power_of_two, str out_dtype='e4m3') -> (Tensor, Tensor)"
 )
 # A seed that is None: not incoherent. What q_block, k_block, v_transposed, out_dtype and two_level of the options say
-# is how to quantize and to compute; ``whole`` makes "tensor" of "head"; ``qk_dtype`` is what q and k become.
+# is how to quantize and to compute; ``v_rows``, "block", "head" or "tensor", says which rows of v share a scale, and
+# without blocks those of q and k too; ``qk_dtype`` is what q and k become.
 _INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, bool interleaved, int? seed, bool whole, str qk_dtype"
+    "Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, bool interleaved, int? seed, str v_rows, str qk_dtype"
 )
 _INPUT_COUNT, _DIFFERENTIABLE = 9, 3
 _CALL = f"float? softmax_scale, bool causal, {OPTIONS}"
@@ -80,6 +81,7 @@ def attend(
     interleaved: bool,
     seed: int | None,
     block: tuple[int, int] | str,
+    v_of_head: bool,
     qk_dtype: str,
     softmax_scale: float | None,
     causal: bool,
@@ -88,14 +90,14 @@ def attend(
 ) -> Any:
     """Call the operator for these arguments: out, or (out, lse) with ``return_lse``.
 
-    ``options.fp8`` tells v_transposed, out_dtype and two_level.
+    ``options.fp8`` tells v_transposed, out_dtype and two_level; ``v_of_head`` is that of `quantization.quantize_qkv`.
     """
     cos, sin = (None, None) if rope is None else rope
+    v_rows = "head" if v_of_head else block if isinstance(block, str) else "block"
     if isinstance(block, tuple) and options.fp8 is not None:
         options = options._replace(fp8=options.fp8._replace(q_block=block[0], k_block=block[1]))
     operator = torch.ops.fa3.fp8_forward_lse if return_lse else torch.ops.fa3.fp8_forward
-    whole = block == "tensor"
-    return operator(q, k, v, cos, sin, interleaved, seed, whole, qk_dtype, softmax_scale, causal, *flatten(options))
+    return operator(q, k, v, cos, sin, interleaved, seed, v_rows, qk_dtype, softmax_scale, causal, *flatten(options))
 
 
 # Kernels, for every device ------------------------------------------------------------------------------------------
@@ -149,20 +151,18 @@ def _call_forward(
     sin: Tensor | None,
     interleaved: bool,
     seed: int | None,
-    whole: bool,
+    v_rows: str,
     qk_dtype: str,
     softmax_scale: float | None,
     causal: bool,
     *arguments: Any,
 ) -> Any:
     options, fp8 = _unflatten(arguments)
-    block: tuple[int, int] | str = "tensor" if whole else "head"
-    if fp8.q_block:
-        block = (fp8.q_block, fp8.k_block)
+    block: tuple[int, int] | str = (fp8.q_block, fp8.k_block) if fp8.q_block else v_rows
     v_layout = "transposed" if fp8.v_transposed else "row"
     quantize = backends.quantizer_for(q)
     x = quantization.quantize_qkv(
-        quantize, q, k, v, _rope(cos, sin), interleaved, seed, block, v_layout, v_of_head=not whole, qk_dtype=qk_dtype
+        quantize, q, k, v, _rope(cos, sin), interleaved, seed, block, v_layout, v_rows == "head", qk_dtype
     )
     options = options._replace(fp8=fp8_options(x, fp8.out_dtype, fp8.two_level))
     answer = backends.forward_for(q)(x.q, x.k, x.v, softmax_scale, causal, return_lse, options)
@@ -186,7 +186,7 @@ def _fp8_backward(
     sin: Tensor | None,
     interleaved: bool,
     seed: int | None,
-    whole: bool,
+    v_rows: str,
     qk_dtype: str,
     out: Tensor,
     lse: Tensor,

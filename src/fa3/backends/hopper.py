@@ -4,8 +4,9 @@ The only place that launches. Everything that depends on shapes, strides, dtypes
 out once and kept; a repeated call looks up one key, allocates its outputs and launches. It never synchronizes
 and takes no device memory beyond the outputs, 64 bytes for the scheduler of each stream, and the documented
 copies: an input whose address is not a multiple of 16 bytes, or one of whose batch, row and head strides is
-not, is copied, since TMA cannot read it; so is a sink that is neither float32 nor bf16, or not contiguous.
-Scales of e4m3 are read where they lie.
+not, is copied, since TMA cannot read it; so is a sink that is neither float32 nor bf16, or not contiguous; and a
+wide v of e4m3 in rows that many queries see is transposed before (`fa3.plan.transposes_before`). Scales of e4m3 are
+read where they lie.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from fa3.cli.roofline import roofline
 from fa3.errors import FA3Error
 
 if TYPE_CHECKING:
-    from fa3.plan import DeviceFacts, Plan
+    from fa3.kernel_spec import KernelSpec
+    from fa3.plan import DeviceFacts
     from fa3.problem import Problem
 
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "e4m3")
@@ -171,15 +172,15 @@ def _device_facts() -> tuple[DeviceFacts, str]:
     return facts, facts.name
 
 
-def _artifact(planned: Plan) -> dict[str, Any]:
+def _artifact(spec: KernelSpec) -> dict[str, Any]:
     """Where the artifact is and what is known about it; or that it is not there, and what the first call does."""
     from fa3.compiler.build import require_compiler
     from fa3.compiler.store import default_store
 
     try:
         store = default_store()
-        path = store.find(planned.spec)
-        facts = store.facts(planned.spec)
+        path = store.find(spec)
+        facts = store.facts(spec)
     except FA3Error as error:
         return {"state": f"the store cannot be used: {error}"}
     if path is None or facts is None:
@@ -251,7 +252,10 @@ def explanation(problem: Problem) -> dict[str, Any]:
         "order": asdict(planned.order),
         "reasons": list(planned.reasons),
     }
-    result["artifact"] = _artifact(planned)
+    result["artifact"] = _artifact(planned.spec)
+    if planned.transpose is not None:
+        result["plan"]["before"] = planned.transpose.name
+        result["artifact_before"] = _artifact(planned.transpose)
     return result
 
 
@@ -303,8 +307,11 @@ def _lines(said: dict[str, Any]) -> list[str]:
         lines.append(f"  the hopper backend has none: {said['no_plan']}")
     else:
         lines += [f"  {line}" for line in _plan_lines(said["problem"], planned)]
-        lines += ["", f"artifact: {said['artifact']['state']}"]
-        lines += [f"  {line}" for line in _artifact_lines(said["artifact"])]
+        for name in ("artifact_before", "artifact"):
+            if name in said:
+                of_pass = " of the pass before" if name != "artifact" else ""
+                lines += ["", f"artifact{of_pass}: {said[name]['state']}"]
+                lines += [f"  {line}" for line in _artifact_lines(said[name])]
     lines += ["", "gradients", *(f"  {line}" for line in _gradient_lines(said["gradients"]))]
     lines += [
         "",
@@ -366,7 +373,9 @@ def _plan_lines(problem: dict[str, Any], planned: dict[str, Any]) -> list[str]:
     if len(parts) > 1:
         dims += f"; columns of v in {len(parts)} parts, {' and '.join(map(str, parts))}, each with the scores anew"
         launches = f"{len(parts)} launches"
+    before = [f"spec of a pass before: {planned['before']}"] if "before" in planned else []
     return [
+        *before,
         f"spec {planned['name']}",
         f"tile class ({spec['head_dim']}, {spec['head_dim_v']}) for {dims}",
         f"packed heads: {planned['packing']}",
