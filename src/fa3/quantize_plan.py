@@ -20,7 +20,7 @@ ROWS = 128
 MAX_ROW_BLOCKS = MAX_BATCH = 65_535
 
 #: Heads whose rows one thread block embeds, with cos and sin that it reads once; and of 96 rows, which make small
-#: thread blocks. Fewer where that would leave multiprocessors less than `FULL` of the threads that they have registers for,
+#: thread blocks. Fewer where multiprocessors would have less than `FULL` of the threads that they have registers for,
 #: those of two of the largest thread blocks.
 ROPE_HEADS, ROPE_HEADS_OF_96, FULL = 16, 4, 0.9
 
