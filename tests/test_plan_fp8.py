@@ -273,7 +273,7 @@ def test_warpgroups_take_turns_where_that_is_faster(kind, turns):
 
 def test_shipped_kernels_are_few_and_valid_and_what_plans_ask_for():
     specs = list(fp8_specs())
-    assert len(specs) == len(set(specs)) <= 82
+    assert len(specs) == len(set(specs)) <= 84
     for spec in specs:
         spec.validate()
         assert spec.out_dtype == "bf16"
