@@ -253,6 +253,7 @@ def computes(spec: ForwardSpec, problem: Problem) -> bool:
         and (spec.score_mod, spec.score_aux) == (problem.score_mod, ",".join(problem.score_aux))
         and (spec.mask_mod, spec.mask_aux) == (problem.mask_mod, ",".join(problem.mask_aux))
         and (spec.out_dtype, spec.key_block, spec.qk_dtype) == (problem.out_dtype, problem.k_block, problem.qk_dtype)
+        and spec.value_blocks == problem.v_blocks
         and not (spec.fp8 and problem.v_transposed == bool(spec.transpose_stages))
         and not (problem.two_level is False and spec.promote)
         and not (problem.two_level and not spec.promote)
@@ -276,6 +277,7 @@ def kernel_of(problem: Problem, device: DeviceFacts) -> tuple[TileChoice, Forwar
         "mask_aux": ",".join(problem.mask_aux),
         "out_dtype": problem.out_dtype,
         "key_block": problem.k_block,
+        "value_blocks": problem.v_blocks,
         "qk_dtype": problem.qk_dtype,
     }
 
@@ -508,6 +510,8 @@ def fp8_specs() -> Iterator[ForwardSpec]:
             for transposed, key_block in layouts:
                 for _, choice in fp8_rows(kind, mask, False, key_block, transposed, add):
                     yield make_spec(FP8, kind, mask, choice, key_block=key_block)
+                    if key_block:
+                        yield make_spec(FP8, kind, mask, choice, key_block=key_block, value_blocks=True)
                 if common and not add:
                     yield make_spec(FP8, kind, mask, FP8_SMALL[kind][transposed], key_block=key_block)
         for mask, add in itertools.product(("full", "causal"), (False, True) if common else ()):

@@ -93,6 +93,7 @@ class Problem:
         out_dtype: of e4m3, ``"bf16"`` or ``"fp16"``; empty for all others, whose out has their dtype.
         q_block, k_block: of e4m3, rows of q (64 or 128), and of k and v (64, 96 or 128), that share a scale; 0, both of
             them: all of a head do.
+        v_blocks: v has a scale for each block of ``k_block``; else one a head.
         v_transposed: of e4m3, v is V^T with keys in the order of `fa3.quantization.transposed`.
         two_level: of e4m3, partial outputs are added in float32; ``None`` leaves the choice to the plan.
         qk_dtype: ``"int8"`` where q and k are that, beside v of e4m3, which ``dtype`` then tells; else empty.
@@ -129,6 +130,7 @@ class Problem:
     out_dtype: str = ""
     q_block: int = 0
     k_block: int = 0
+    v_blocks: bool = False
     v_transposed: bool = False
     two_level: bool | None = None
     qk_dtype: str = ""
@@ -180,12 +182,14 @@ class Problem:
     def _check_fp8(self) -> None:
         fp8 = (self.out_dtype, self.q_block, self.k_block, self.v_transposed, self.two_level, self.qk_dtype)
         if self.dtype != "e4m3":
-            if fp8 != ("", 0, 0, False, None, ""):
+            if fp8 != ("", 0, 0, False, None, "") or self.v_blocks:
                 raise ValueError(
                     f"out_dtype, q_block, k_block, v_transposed, two_level, qk_dtype={fp8}: go with dtype='e4m3', not "
                     f"{self.dtype!r}"
                 )
             return
+        if self.v_blocks and not self.k_block:
+            raise ValueError("v_blocks=True beside k_block=0: blocks of v are those of k")
         if self.qk_dtype not in ("", "int8"):
             raise ValueError(f"qk_dtype={self.qk_dtype!r}: allowed are 'int8', and '' for e4m3")
         if self.out_dtype not in OUT_DTYPES:

@@ -70,6 +70,12 @@ def describe_fp8(fp8: Fp8, v: Tensor, lengths: tuple[int, int, int], heads: tupl
         "out_dtype": fp8.out_dtype,
         "q_block": fp8.q_block,
         "k_block": fp8.k_block,
+        "v_blocks": bool(fp8.k_block) and _differs(fp8.v_scale),
         "v_transposed": fp8.v_transposed,
         "two_level": fp8.two_level,
     }
+
+
+def _differs(scale: Tensor | None) -> bool:
+    """Whether the blocks of a head may have other scales than the first: one that is expanded to all is one."""
+    return scale is not None and scale.shape[-1] > 1 and scale.stride(-1) != 0

@@ -74,7 +74,7 @@ class ForwardSpec(Spec):
     The seven fields from ``tile_m`` on are the *schedule*: how the work overlaps.
 
     Attributes:
-        dtype: element type of q, k and v: ``"fp16"``, ``"bf16"`` or ``"e4m3"``.
+        dtype: element type of q, k and v, or beside ``qk_dtype`` of v: ``"fp16"``, ``"bf16"`` or ``"e4m3"``.
         head_dim: columns of the q and k tiles.
         head_dim_v: columns of the v and out tiles.
         mask: ``"full"``: every key is seen; ``"causal"``: bottom-right aligned; ``"window"``: left and right bounds
@@ -94,7 +94,8 @@ class ForwardSpec(Spec):
         score_mod, mask_mod: ``"module:function"`` of functions in CuTe DSL that change scores and hide keys, or empty.
         score_aux, mask_aux: the tensors they read: dtype letter and number of dims of each, e.g. ``"f1,i2"``.
         out_dtype: element type of out beside e4m3: ``"fp16"`` or ``"bf16"``; else empty, as ``dtype``.
-        key_block: keys of a block of k and v of e4m3 that share a scale; with 0 there is one scale a head.
+        key_block: keys of a block of k, beside v of e4m3, that share a scale; with 0 there is one scale a head.
+        value_blocks: v has a scale for each of these blocks, too.
         transpose_stages: v tiles of e4m3 in shared memory that wait for their transposition; with 0 v comes
             transposed.
         promote: every so many key tiles the output of e4m3, which the tensor core adds up with 14 bits or so, is added
@@ -127,6 +128,7 @@ class ForwardSpec(Spec):
     transpose_stages: int = 0
     promote: int = 0
     qk_dtype: str = ""
+    value_blocks: bool = False
 
     @property
     def causal(self) -> bool:
@@ -135,7 +137,7 @@ class ForwardSpec(Spec):
 
     @property
     def fp8(self) -> bool:
-        """Whether q, k and v are e4m3."""
+        """Whether v is e4m3, and q and k, unless ``qk_dtype`` says otherwise."""
         return self.dtype == FP8
 
     @property
@@ -224,6 +226,7 @@ class ForwardSpec(Spec):
             numbers = (("scale", self.key_block), ("vt", self.transpose_stages), ("add", self.promote))
             dtypes = (self.qk_dtype, self.out_dtype)
             features = [*filter(None, dtypes), *(f"{word}{n}" for word, n in numbers if n), *features]
+            features += ["vscales"] if self.value_blocks else []
         schedule = f"{switches or 'serial'}{threshold}"
         return "_".join((f"forward_{self.dtype}_{dims_in_name(self)}_{self.mask}_{tile}_{schedule}", *features))
 
@@ -256,7 +259,7 @@ class ForwardSpec(Spec):
     def _check_fp8(self) -> None:
         if not self.fp8:
             check_kind(self, TILE_CLASSES)
-            for name in ("out_dtype", "key_block", "transpose_stages", "promote", "qk_dtype"):
+            for name in ("out_dtype", "key_block", "transpose_stages", "promote", "qk_dtype", "value_blocks"):
                 if getattr(self, name):
                     raise ValueError(f"{name}={getattr(self, name)!r}: goes with dtype {FP8!r} alone")
             return
@@ -275,6 +278,10 @@ class ForwardSpec(Spec):
             raise ValueError("transpose_stages without warp_specialized: the producer's warps transpose")
         if self.key_block % self.tile_n:
             raise ValueError(f"key_block={self.key_block}: must be a multiple of tile_n={self.tile_n}, or 0")
+        if self.value_blocks and not self.key_block:
+            raise ValueError("value_blocks=True beside key_block=0: blocks of v are those of k")
+        if self.parts > 1 and self.score_pieces > 2:
+            raise ValueError(f"tile_n={self.tile_n}: in parts of head_dim_v={self.head_dim_v} at most 128 keys")
         if self.promote < 0 or (self.promote > 1 and self.parts > 1):
             allowed = "0 and 1" if self.parts > 1 else "0 and up"
             raise ValueError(f"promote={self.promote}: allowed beside head_dim_v={self.head_dim_v} are {allowed}")

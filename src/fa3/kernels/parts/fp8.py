@@ -77,7 +77,7 @@ class Fp8:
     @cute.jit
     def add_row_sums(self, operands: Operands, state: softmax.State):
         """Add the row sums of a tile, once its PV product is done."""
-        state.add_sums(operands.sums, operands.share_inverse[0] if const_expr(self.spec.key_block) else None)
+        state.add_sums(operands.sums, operands.share_inverse[0] if const_expr(self.spec.value_blocks) else None)
 
     @cute.jit
     def follow_references(self, operands: Operands, state: softmax.State):
@@ -92,7 +92,7 @@ class Fp8:
         """Let the rounded probabilities be the operand of the next PV product."""
         # Bytes of a sink are even.
         products.copy_words(operands.next_p, operands.p, work.extras.sink_bytes & 1)
-        if const_expr(self.spec.key_block):
+        if const_expr(self.spec.value_blocks):
             operands.share_inverse[0] = factors.share_inverse
 
     @cute.jit
@@ -122,10 +122,12 @@ class Fp8:
         keys, k_address, v_address = Float32(1.0), Int64(0), Int64(0)
         if const_expr(self.spec.key_block):
             k_address = scales.address_of_head(of.k, work.batch_index, head_kv)
+        else:
+            keys = scales.read(of.k, work.batch_index, head_kv, Int32(0))
+        if const_expr(self.spec.value_blocks):
             v_address = scales.address_of_head(of.v, work.batch_index, head_kv)
             output = scales.read(of.largest, work.batch_index, head_kv, Int32(0))
         else:
-            keys = scales.read(of.k, work.batch_index, head_kv, Int32(0))
             output = scales.read(of.v, work.batch_index, head_kv, Int32(0))
         return me._replace(scales=RowScales(queries, keys, output, k_address, v_address))
 
@@ -139,22 +141,27 @@ class Fp8:
             if const_expr(first):
                 self.read_scales(work, me, step, operands)
             k_scale, v_scale = operands.next_scales[0], operands.next_scales[1]
-            factors = scales.factors_of_tile(me.scales.queries, k_scale, v_scale, me.scales.output)
+            share_log2, share_inverse = None, None
+            if const_expr(self.spec.value_blocks):
+                share_log2, share_inverse = scales.share_of(v_scale, me.scales.output)
+            factors = scales.Factors(me.scales.queries * k_scale, share_log2, share_inverse)
             self.read_scales(work, me, cutlass.min(step + 1, work.key_tiles - 1), operands)
         elif const_expr(self.spec.fp8):
-            factors = scales.Factors(scales.factor_of(me.scales.queries, me.scales.keys), None, None)
+            factors = scales.Factors(me.scales.queries * me.scales.keys, None, None)
         return factors
 
     def scale_of(self, state: softmax.State, factors: scales.Factors | None) -> Float32:
         """Factor of the scores that come to the softmax, in log2 units."""
         if not self.spec.fp8 or self.spec.softcap or self.score_mod is not None:
             return state.scale_log2
-        return scales.bounded(state.scale_log2 * factors.scores, scales.LEAST_SCALE, scales.LARGEST_SCALE)
+        largest = scales.LARGEST_SCALE_OF_INT8 if self.spec.qk_dtype else scales.LARGEST_SCALE
+        return scales.bounded(state.scale_log2 * factors.scores, scales.LEAST_SCALE, largest)
 
     @cute.jit
     def read_scales(self, work: Work, me: Consumer, step: Int32, operands: Operands):
-        """Read the scales of a step's block of keys."""
+        """Read the scales of a step's block of keys, of v where it has blocks."""
         of = scales.Scales.of_numbers(work.extras.scales)
         block = self.key_tile_of(work, step) // (self.spec.key_block // self.tile_n)
         operands.next_scales[0] = scales.read_block(me.scales.k_address, of.k, block)
-        operands.next_scales[1] = scales.read_block(me.scales.v_address, of.v, block)
+        if const_expr(self.spec.value_blocks):
+            operands.next_scales[1] = scales.read_block(me.scales.v_address, of.v, block)

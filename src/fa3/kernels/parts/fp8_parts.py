@@ -104,7 +104,7 @@ class Fp8Parts:
             if moved:
                 self.follow_references(operands, state)
         products.round_to_fp8(operands.scores, operands.p)
-        if const_expr(self.spec.key_block):
+        if const_expr(self.spec.value_blocks):
             operands.share_inverse[0] = factors.share_inverse
 
     @cute.jit

@@ -13,13 +13,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-#: Bounds of the product of the scales of q and k. Above and below it the softmax is that of the bound, where products
-#: beyond float32 would make NaN.
+#: Bounds of the product of the scales of q and k, where it does not meet the softmax scale first. Above and below it
+#: the softmax is that of the bound, where products beyond float32 would make NaN.
 LEAST_FACTOR, LARGEST_FACTOR = 2.0**-80, 2.0**64
 
-#: Bounds of that times the softmax scale in log2 units: scores then are below 2**27, where float32 still tells them
-#: from their reference to within the range of e4m3. Above, one key rules each row either way.
-LEAST_SCALE, LARGEST_SCALE = 2.0**-100, 2.0
+#: Bounds of that times the softmax scale in log2 units, of sums of e4m3 and of int8 products: scores then are below
+#: 2**27, where float32 still tells them from their reference to within the range of e4m3. Above, one key rules each row
+#: either way.
+LEAST_SCALE, LARGEST_SCALE, LARGEST_SCALE_OF_INT8 = 2.0**-100, 2.0, 32.0
 
 #: Least share that the scale of a tile of v has in the largest of its head: its probabilities round to 0 far above it.
 LEAST_SHARE = 2.0**-40
@@ -28,13 +29,13 @@ LEAST_SHARE = 2.0**-40
 class Scales(NamedTuple):
     """Where the scales lie: (address, batch stride, head stride, block stride) each.
 
-    An address of 0 means 1; with blocks all but that of q are there.
+    An address of 0 means 1; with blocks all but that of q are there, of v one for each head or for each block.
     """
 
     q: tuple
     k: tuple
     v: tuple
-    #: With blocks: the largest scale of v of each head, (batch, heads_kv).
+    #: With blocks of v: the largest scale of each head, (batch, heads_kv).
     largest: tuple
     #: Queries of a block.
     query_block: Int32
@@ -55,9 +56,9 @@ SCALE_TYPES = (Int64,) * 16 + (Int32,) * 2
 class Factors(NamedTuple):
     """What the scales make of one tile of scores."""
 
-    #: Factor of the scores.
+    #: Product of the scales of q and k.
     scores: Float32
-    #: With blocks: the tile's share in the largest scale of v in log2 units, and the inverse of the share.
+    #: With blocks of v: the tile's share in the largest scale of v in log2 units, and the inverse of the share.
     share_log2: Float32 | None
     share_inverse: Float32 | None
 
@@ -91,21 +92,20 @@ def read(of: tuple, batch_index: Int32, head: Int32, block: Int32) -> Float32:
 @cute.jit
 def bounded(value: Float32, least: cutlass.Constexpr, largest: cutlass.Constexpr) -> Float32:
     """``value`` kept in bounds; NaN stays NaN."""
-    inside = -cute.arch.fmax(-cute.arch.fmax(value, Float32(least)), Float32(-largest))
-    return inside if value == value else value
+    return -cute.arch.fmax(-cute.arch.fmax(value, Float32(least), nan=True), Float32(-largest), nan=True)
 
 
 @cute.jit
-def factor_of(q_scale: Float32, k_scale: Float32) -> Float32:
-    """The factor of scores, kept in bounds."""
-    return bounded(q_scale * k_scale, LEAST_FACTOR, LARGEST_FACTOR)
+def bounded_factor(factor: Float32) -> Float32:
+    """The product of the scales of q and k, kept in bounds."""
+    return bounded(factor, LEAST_FACTOR, LARGEST_FACTOR)
 
 
 @cute.jit
-def factors_of_tile(q_scale: Float32, k_scale: Float32, v_scale: Float32, largest: Float32) -> Factors:
-    """Of a tile of keys whose block has scales of its own; ``largest`` is that of v in the head."""
+def share_of(v_scale: Float32, largest: Float32) -> tuple[Float32, Float32]:
+    """The share of a scale in the largest of its head, in log2 units, and the inverse of the share."""
     share = bounded(v_scale * inverse(largest), LEAST_SHARE, 1.0)
-    return Factors(factor_of(q_scale, k_scale), cute.math.log2(share, fastmath=True), cute.arch.rcp_approx(share))
+    return cute.math.log2(share, fastmath=True), cute.arch.rcp_approx(share)
 
 
 @cute.jit

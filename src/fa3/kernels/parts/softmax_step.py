@@ -45,9 +45,9 @@ class SoftmaxStep:
         if const_expr(self.spec.fp8):
             # The scales join the first factor that there is.
             if const_expr(self.spec.softcap):
-                extras = extras._replace(tanh_factor=extras.tanh_factor * factors.scores)
+                extras = extras._replace(tanh_factor=extras.tanh_factor * scales.bounded_factor(factors.scores))
             elif const_expr(self.score_mod is not None):
-                extras = extras._replace(mod_factor=extras.mod_factor * factors.scores)
+                extras = extras._replace(mod_factor=extras.mod_factor * scales.bounded_factor(factors.scores))
         if const_expr(self.spec.softcap):
             scores.cap(view, extras.tanh_factor)
         if const_expr(self.score_mod is not None):

@@ -177,7 +177,7 @@ class RowScales(NamedTuple):
     #: That of q, and of k where that has one a head.
     queries: Float32
     keys: Float32
-    #: Factor of the output: the scale of v, or with blocks the largest of the head.
+    #: Factor of the output: the scale of v, or with blocks of v the largest of the head.
     output: Float32
     #: With blocks: where the head's scales of k and of v begin.
     k_address: Int64
