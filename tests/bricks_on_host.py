@@ -23,11 +23,13 @@ from fa3.kernels.parts import barriers, ptx
 
 
 def _fmax(one: cutlass.Float32, other: cutlass.Float32, nan: bool = False) -> cutlass.Float32:
+    largest = cute.math.max(one, other)
     if not nan:
-        return cute.math.max(one, other)
-    # Of numbers that are not negative, as all are of which NaN is asked for: its bits are above theirs.
-    bits = (cutlass.Float32(x).bitcast(cutlass.Int32) for x in (one, other))
-    return cutlass.max(*bits).bitcast(cutlass.Float32)
+        return largest
+    # The bits of NaN or'ed to any others are those of a NaN.
+    one, other = cutlass.Float32(one), cutlass.Float32(other)
+    lost = [cutlass.Int32(x != x) * 0x7FC00000 for x in (one, other)]
+    return (largest.bitcast(cutlass.Int32) | lost[0] | lost[1]).bitcast(cutlass.Float32)
 
 
 def _pack_pair(low: cutlass.Float32, high: cutlass.Float32, dtype: type[cutlass.Numeric]) -> cutlass.Int32:

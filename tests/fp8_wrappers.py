@@ -73,9 +73,9 @@ def scaled_softmax_of_tiles(
                     scores[r, c] = given[i, tile, r, c]
             at = tile if const_expr(with_blocks) else Int32(0)
             q_scale, k_scale, v_scale, largest_v = (of_tiles[i, at, n] for n in range(4))
-            factors = scales.Factors(scales.factor_of(q_scale, k_scale), None, None)
+            factors = scales.Factors(q_scale * k_scale, None, None)
             if const_expr(with_blocks):
-                factors = scales.factors_of_tile(q_scale, k_scale, v_scale, largest_v)
+                factors = scales.Factors(q_scale * k_scale, *scales.share_of(v_scale, largest_v))
             scale_log2 = state.scale_log2 * factors.scores
             if const_expr(with_blocks):
                 state.set_limits(scale_log2)
@@ -134,15 +134,13 @@ def scaled_softmax_of_tiles(
 def factors_of_scales(given_address: Int64, out_address: Int64, count: Int32):
     """given (count, 4: scales of q, k and v, largest of v) -> out (count, 4).
 
-    The four: factor of the scores, share of v in log2 units, its inverse, and the inverse of the largest.
+    The four: bounded factor of the scores, share of v in log2 units, its inverse, and the inverse of the largest.
     """
     given = table(given_address, Float32, (count, 4))
     out = table(out_address, Float32, (count, 4))
     for i in cutlass.range(count, unroll=1):
-        factors = scales.factors_of_tile(given[i, 0], given[i, 1], given[i, 2], given[i, 3])
-        out[i, 0] = factors.scores
-        out[i, 1] = factors.share_log2
-        out[i, 2] = factors.share_inverse
+        out[i, 0] = scales.bounded_factor(given[i, 0] * given[i, 1])
+        out[i, 1], out[i, 2] = scales.share_of(given[i, 2], given[i, 3])
         out[i, 3] = scales.inverse(given[i, 3])
 
 

@@ -262,11 +262,11 @@ def factors_of(*rows: tuple[float, float, float, float]) -> Tensor:
 
 
 def test_the_factor_of_scores_is_the_product_of_their_scales_kept_in_bounds():
-    pairs = ((0.5, 3.0), (1e-4, 1e-5), (0.0, 7.0), (1e-30, 1e-30), (1e30, 1e30), (INF, 1.0), (3e38, 2.0))
+    pairs = ((0.5, 3.0), (1e-4, 1e-5), (0.0, 7.0), (1e-30, 1e-30), (1e30, 1e30), (INF, 1.0), (3e38, 2.0), (NAN, 1.0))
     factor = factors_of(*((q, k, 1.0, 1.0) for q, k in pairs))[:, 0]
     least, largest = scales.LEAST_FACTOR, scales.LARGEST_FACTOR
-    expected = torch.tensor([1.5, 1e-9, least, least, largest, largest, largest])
-    torch.testing.assert_close(factor, expected, rtol=1e-6, atol=0)
+    expected = torch.tensor([1.5, 1e-9, least, least, largest, largest, largest, NAN])
+    torch.testing.assert_close(factor, expected, rtol=1e-6, atol=0, equal_nan=True)
 
 
 def test_the_share_of_a_tile_is_its_scale_in_the_largest_of_the_head():
@@ -274,6 +274,8 @@ def test_the_share_of_a_tile_is_its_scale_in_the_largest_of_the_head():
     _, share, inverse, _ = factors_of(*((1.0, 1.0, 2.0 * x, 2.0) for x in scale)).T
     assert torch.equal(share, torch.arange(-39.0, 1.0))
     assert torch.equal(inverse, 1 / torch.tensor(scale))
+    # A scale that is no number spoils what it scales.
+    assert factors_of((1.0, 1.0, NAN, 2.0))[0, 1:3].isnan().all()
 
 
 def test_shares_of_next_to_nothing_count_as_the_least_and_stay_finite():

@@ -105,6 +105,16 @@ def test_scales_of_blocks_come_with_the_largest_and_the_rows_of_a_block_of_queri
     assert kernel.last["spec"].key_block == 128
 
 
+def test_a_scale_of_v_that_is_expanded_to_all_blocks_of_a_head_is_one_a_head(kernel):
+    of_blocks, of_head = torch.rand(2, 2, 2), torch.rand(2, 2)
+    expanded = of_head[..., None].expand(2, 2, 2)
+    for v_scale, value_blocks in ((of_blocks, True), (expanded, False), (of_blocks[..., :1].expand(2, 2, 2), False)):
+        forward(*tensors(), fp8=block_scales(v_scale=v_scale))
+        assert kernel.last["spec"].value_blocks is value_blocks
+        assert kernel.last["spec"].key_block == 128
+        assert kernel.last["extras"][8:12] == place_of(v_scale, *v_scale.stride())
+
+
 def test_a_pass_transposes_v_of_wide_heads_before_and_attention_reads_what_it_wrote(kernel, monkeypatch):
     passes = []
 

@@ -218,6 +218,24 @@ def test_twice_the_flops_of_a_clock_leave_less_time_to_read_keys_again():
     assert order_of(problem, spec, H200).levels == order_of(wide, spec, H200).levels
 
 
+@pytest.mark.parametrize("v_blocks", [False, True])
+def test_v_may_have_a_scale_for_each_block_of_k_or_one_a_head(v_blocks):
+    problem = fp8_problem(key_block=128, v_blocks=v_blocks)
+    spec = plan(problem, H200).spec
+    assert (spec.key_block, spec.value_blocks) == (128, v_blocks)
+    assert computes(spec, problem)
+    assert not computes(spec, replace(problem, v_blocks=not v_blocks))
+    assert ("vscales" in spec.name) is v_blocks
+
+
+def test_blocks_of_v_are_those_of_k():
+    with pytest.raises(ValueError, match=r"^v_blocks=True beside k_block=0: blocks of v are those of k"):
+        fp8_problem(v_blocks=True)
+    spec = plan(fp8_problem(), H200).spec
+    with pytest.raises(ValueError, match=r"^value_blocks=True beside key_block=0: blocks of v are those of k"):
+        replace(spec, value_blocks=True).validate()
+
+
 # A pass that transposes --------------------------------------------------------------------------------------------
 
 
@@ -273,7 +291,7 @@ def test_warpgroups_take_turns_where_that_is_faster(kind, turns):
 
 def test_shipped_kernels_are_few_and_valid_and_what_plans_ask_for():
     specs = list(fp8_specs())
-    assert len(specs) == len(set(specs)) <= 84
+    assert len(specs) == len(set(specs)) <= 96
     for spec in specs:
         spec.validate()
         assert spec.out_dtype == "bf16"

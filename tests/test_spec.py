@@ -176,7 +176,14 @@ def test_the_name_tells_specs_apart_by_every_field():
         "score_aux": "f1",
         "mask_aux": "f1",
     }
-    of_e4m3 = {"out_dtype": "fp16", "key_block": 128, "transpose_stages": 2, "promote": 4, "qk_dtype": "int8"}
+    of_e4m3 = {
+        "out_dtype": "fp16",
+        "key_block": 128,
+        "transpose_stages": 2,
+        "promote": 4,
+        "qk_dtype": "int8",
+        "value_blocks": True,
+    }
     assert {*others, *of_e4m3} == {field.name for field in dataclasses.fields(ForwardSpec)}
     names = {modified.name, SPEC.name, *(replace(modified, **{field: value}).name for field, value in others.items())}
     assert len(names) == 2 + len(others)

@@ -188,8 +188,6 @@ class Problem:
                     f"{self.dtype!r}"
                 )
             return
-        if self.v_blocks and not self.k_block:
-            raise ValueError("v_blocks=True beside k_block=0: blocks of v are those of k")
         if self.qk_dtype not in ("", "int8"):
             raise ValueError(f"qk_dtype={self.qk_dtype!r}: allowed are 'int8', and '' for e4m3")
         if self.out_dtype not in OUT_DTYPES:
@@ -200,6 +198,8 @@ class Problem:
                 f"q_block={self.q_block}, k_block={self.k_block}: allowed are 64 and 128 of q with 64, 96 and 128 of "
                 "k, or 0 for both"
             )
+        if self.v_blocks and not self.k_block:
+            raise ValueError("v_blocks=True beside k_block=0: blocks of v are those of k")
         if self.qv:
             raise ValueError(f"qv beside dtype='e4m3': {_NO_QV}")
 

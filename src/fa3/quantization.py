@@ -338,7 +338,8 @@ class QuantizedQKV:
         v: e4m3 (batch, seqlen_k, heads_kv, head_dim_v); or V^T in the order of `transposed`, (batch, heads_kv,
             head_dim_v, round_up(seqlen_k, 16)).
         q_scale: float32 (batch, heads_q, ceil(seqlen_q / block[0])), or (batch, heads_q).
-        k_scale, v_scale: float32 (batch, heads_kv, ceil(seqlen_k / block[1])), or (batch, heads_kv).
+        k_scale, v_scale: float32 (batch, heads_kv, ceil(seqlen_k / block[1])), or (batch, heads_kv). A v_scale that is
+            one scale a head, expanded to all its blocks, costs the kernels least.
         v_scale_max: float32 (batch, heads_kv), the largest v_scale of each head; ``None`` without blocks.
         block: (rows of q, rows of k and v) that share a scale; ``"head"``: one scale a head; ``"tensor"``: one in all.
         v_layout: ``"row"`` or ``"transposed"``.
@@ -429,10 +430,15 @@ class QuantizedQKV:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> QuantizedQKV:
         """The same on a device: every tensor by `torch.Tensor.to`."""
+
+        def move(x: Tensor) -> Tensor:
+            if x.dim() and x.stride(-1) == 0:
+                # One scale for all blocks of a head stays one.
+                return x[..., :1].to(device, non_blocking=non_blocking).expand(x.shape)
+            return x.to(device, non_blocking=non_blocking)
+
         moved: dict[str, Any] = {
-            field.name: value.to(device, non_blocking=non_blocking)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
+            field.name: move(value) for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)
         }
         return replace(self, **moved)
 

@@ -124,10 +124,12 @@ def of_ones(q: Tensor, k: Tensor, v: Tensor, v_layout: str, blocks: bool) -> Qua
         rows = () if isinstance(block, str) else (-(-x.shape[1] // block[of_keys]),)
         return torch.ones(x.shape[0], x.shape[2], *rows, device=x.device)
 
-    v_scale = ones(v, 1)
+    k_scale = ones(k, 1)
+    # As with default blocks: v has one for all of a head.
+    v_scale = torch.ones(*k_scale.shape[:2], 1, device=v.device).expand_as(k_scale) if blocks else ones(v, 1)
     v8 = v.to(E4M3)
     return QuantizedQKV(
-        q.to(E4M3), k.to(E4M3), transposed(v8) if v_layout == "transposed" else v8, ones(q, 0), ones(k, 1), v_scale,
+        q.to(E4M3), k.to(E4M3), transposed(v8) if v_layout == "transposed" else v8, ones(q, 0), k_scale, v_scale,
         v_scale.amax(dim=-1) if blocks else None, block, v_layout,
     )  # fmt: skip
 
