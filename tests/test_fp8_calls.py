@@ -115,7 +115,7 @@ REFUSED = {
     "a scale for each of three heads": (
         bad(q_descale=lambda x: torch.ones(2, 3)),
         ValueError,
-        r"^q_descale has shape \(2, 3\): must be \(batch, heads_kv\) or \(batch, heads_q\)",
+        r"^q_descale has shape \(2, 3\): must be \(batch, heads_kv\) or \(batch, heads_q\) = \(2, 2\) or \(2, 4\)$",
     ),
     "scales of blocks": (bad(v_descale=lambda x: torch.ones(2, 2, 2)), ValueError, r"^v_descale has shape \(2, 2, 2\)"),
     "e5m2": (
