@@ -27,3 +27,11 @@ def _the_user_chose_nothing(request):
 @pytest.fixture(autouse=True)
 def _same_start_for_every_test():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def default_dtype():
+    """Sets PyTorch's default dtype for the rest of a test."""
+    before = torch.get_default_dtype()
+    yield torch.set_default_dtype
+    torch.set_default_dtype(before)

@@ -45,8 +45,14 @@ class TestTheCommand:
         out = capsys.readouterr().out
         assert "CPU, paper, head dim 64" in out
         assert "exact sums e4m3, block, incoherent" in out
-        assert "seed 5 and the next, of data, queries and signs" in out
+        assert "seed 5, of data, queries and signs" in out
         assert "not measured: official: needs a GPU" in out
+
+    @on_cpu
+    def test_seeds_behind_the_first_are_told(self, capsys):
+        arguments = ["accuracy", "--data", "paper", "--head-dims", "16", "--seqlens", "32", "--heads", "1"]
+        assert main([*arguments, "--seeds", "2"]) == 0
+        assert "seed 0 and the next, of data, queries and signs" in capsys.readouterr().out
 
     @on_cpu
     def test_after_the_time_limit_no_case_begins_and_the_file_says_so(self, tmp_path):

@@ -60,12 +60,13 @@ class TestTheCommand:
             "end-to-end": set(fp8_speed.END_TO_END),
         }
         assert all(row["ms"] > 0 and row["regime"] == "burst" for row in written["rows"])
-        # Nobody differs from the first one: the only note is that of the missing sensors.
-        assert written["notes"] == ["no GPU"]
+        # Nobody differs from the first one: no note is about that.
+        assert written["notes"] == ["no GPU", "fa3 is its tiled backend here"]
         out = capsys.readouterr().out
         assert "attention 64-causal-128: fa3-rows " in out
         assert "geometric means: fp8 x" in out
         assert "not measured: official: needs a GPU" in out
+        assert "not measured: fa3" not in out
 
     @pytest.mark.parametrize("arguments", [[], ["--limit", "5"]])
     def test_without_a_hopper_gpu_it_says_so(self, monkeypatch, capsys, tmp_path, arguments):

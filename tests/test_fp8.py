@@ -98,6 +98,20 @@ def test_seeds_give_other_signs_and_the_same_attention():
     assert (outs[0] - outs[1]).norm() < 0.1 * outs[0].norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("block", [None, (64, 96), "tensor"], ids=str)
+@pytest.mark.parametrize("qk_dtype", ["e4m3", "int8"])
+def test_the_default_dtype_of_pytorch_changes_nothing(dtype, block, qk_dtype, default_dtype):
+    q, k, v = tensors()
+    arguments = {"block": block, "qk_dtype": qk_dtype}
+    expected = fa3.flash_attn_fp8_func(q, k, v, return_lse=True, **arguments)
+    default_dtype(dtype)
+    assert fa3.quantize_qkv(q, k, v, **arguments).q_scale.dtype is torch.float32
+    for mine, theirs in zip(fa3.flash_attn_fp8_func(q, k, v, return_lse=True, **arguments), expected, strict=True):
+        assert mine.dtype is theirs.dtype
+        assert torch.equal(mine, theirs)
+
+
 QUANTIZE_REFUSED = {
     "q that is none": ({"q": 1}, TypeError, r"^q must be a torch\.Tensor, not int"),
     "three dims": ({"k": torch.randn(150, 2, 32).bfloat16()}, ValueError, "^k has 3 dims"),

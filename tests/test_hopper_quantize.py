@@ -105,6 +105,14 @@ def test_nothing_gives_nothing_and_loads_no_kernel(store, rows):
     assert store.specs == []
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_the_default_dtype_of_pytorch_changes_no_scale(store, dtype, default_dtype):
+    x = torch.empty(2, 0, 3, 64).bfloat16()
+    default_dtype(dtype)
+    assert_agrees(x, rows="head", power_of_two=True)
+    assert_agrees(x, rows="head", rotate=True)
+
+
 def test_float32_has_no_kernel(store):
     with pytest.raises(TypeError, match=r"float32: the kernel reads torch\.float16 and torch\.bfloat16"):
         hopper_quantize.quantize_tensor(torch.randn(1, 70, 2, 64), rows=64)

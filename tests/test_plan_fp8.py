@@ -197,7 +197,7 @@ def test_reasons_say_how_v_comes_and_how_outputs_are_added():
     assert "added in float32 every 4 key tiles, 5000 keys" in reasons(seqlen_k=5000)
     assert "tensor cores add outputs, with 14 bits or so, as asked" in reasons(seqlen_k=5000, two_level=False)
     assert "with 14 bits or so, 1000 keys" in reasons()
-    assert "after each key tile, in 4 parts of their columns, as asked" in reasons(two_level=True, head_dim=256)
+    assert "every key tile, in 4 parts of their columns, as asked" in reasons(two_level=True, head_dim=256)
     assert "over 2**0.8" in reasons()
     assert "tensor cores" not in "\n".join(plan(problem_of(), H200).reasons)
 

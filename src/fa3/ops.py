@@ -323,7 +323,7 @@ class Pair:
 def _refuse_gradients_of_e4m3(q: Tensor) -> None:
     if is_fp8(q.dtype):
         raise NotImplementedError(
-            "flash_attn_func has no gradients of a call in e4m3, by any of its inputs: detach them or use "
+            "there are no gradients of a call in e4m3 or int8, by any of its inputs: detach them or use "
             "torch.no_grad(); flash_attn_fp8_func takes 16-bit q, k and v, quantizes them itself, and has gradients"
         )
 

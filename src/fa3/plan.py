@@ -231,8 +231,8 @@ def _fp8_reasons(problem: Problem, spec: ForwardSpec) -> Iterator[str]:
     asked = "as asked" if problem.two_level is not None else f"{problem.seqlen_k} keys"
     if spec.promote:
         parts = f", in {spec.parts} parts of their columns" if spec.parts > 1 else ""
-        often = "after each key tile" if spec.promote == 1 else f"every {spec.promote} key tiles"
-        yield f"partial outputs are added in float32 {often}{parts}, {asked}"
+        tiles = "key tile" if spec.promote == 1 else f"{spec.promote} key tiles"
+        yield f"partial outputs are added in float32 every {tiles}{parts}, {asked}"
     else:
         yield f"tensor cores add outputs, with 14 bits or so, {asked}"
 

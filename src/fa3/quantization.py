@@ -86,7 +86,9 @@ def sign_words(seed: int, head_dim: int) -> tuple[int, ...]:
 def signs(seed: int, head_dim: int, device: torch.device | None = None) -> Tensor:
     """The random signs of a head: (head_dim,), float32, each 1 or -1."""
     words = sign_words(seed, head_dim)
-    return torch.tensor([-1.0 if words[i // 32] >> i % 32 & 1 else 1.0 for i in range(head_dim)], device=device)
+    # Whatever PyTorch's default dtype is.
+    negative = (words[i // 32] >> i % 32 & 1 for i in range(head_dim))
+    return torch.tensor([-1.0 if bit else 1.0 for bit in negative], dtype=torch.float32, device=device)
 
 
 def _row_shape(head_dim: int) -> tuple[int, int, int]:

@@ -52,8 +52,11 @@ def describe_fp8(fp8: Fp8, v: Tensor, lengths: tuple[int, int, int], heads: tupl
         if fp8.q_block:
             dims = f"(batch, heads_q, ceil(seqlen_q / {fp8.q_block}))"
             check_shape("q_descale", fp8.q_scale, dims, (batch, heads_q, -(-seqlen_q // fp8.q_block)))
-        elif tuple(fp8.q_scale.shape) != (batch, heads_q):
-            check_shape("q_descale", fp8.q_scale, "(batch, heads_kv) or (batch, heads_q)", (batch, heads_kv))
+        elif tuple(fp8.q_scale.shape) not in ((batch, heads_kv), (batch, heads_q)):
+            raise ValueError(
+                f"q_descale has shape {tuple(fp8.q_scale.shape)}: must be (batch, heads_kv) or (batch, heads_q) = "
+                f"{(batch, heads_kv)} or {(batch, heads_q)}"
+            )
     for name, scale in (("k_descale", fp8.k_scale), ("v_descale", fp8.v_scale)):
         if scale is not None and fp8.k_block:
             dims = f"(batch, heads_kv, ceil(seqlen_k / {fp8.k_block}))"

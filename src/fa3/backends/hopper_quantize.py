@@ -199,5 +199,5 @@ def _prepare(
 
 def _empty_scale(factor: float, power_of_two: bool) -> float:
     """The scale of no rows."""
-    amax = torch.tensor(SMALLEST_AMAX)
+    amax = torch.tensor(SMALLEST_AMAX, dtype=torch.float32)
     return (round_up_amax(amax) if power_of_two else amax).item() * factor

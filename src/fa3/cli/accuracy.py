@@ -476,7 +476,8 @@ def _print(result: Row) -> None:
     beside = official_table(result["rows"])
     if beside is not None:
         console.print(beside)
-    print(f"seed {result['seed']} and the next, of data, queries and signs; {result['seconds']} s")
+    others = " and the next" if any(row["seeds"] > 1 for row in result["rows"]) else ""
+    print(f"seed {result['seed']}{others}, of data, queries and signs; {result['seconds']} s")
     for note in result["notes"]:
         print(f"note: {note}")
     for name, reason in result["missing"].items():

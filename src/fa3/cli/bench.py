@@ -419,6 +419,8 @@ def _run_shapes(
         measured = (([row], sweep.describe(row)) for row in sweep.sweep(device, dtype, shapes, sensors))
     elif args.fp8:
         shapes = _in_time(fp8_speed.jobs(args.quick), args.limit, begin, notes)
+        if result["missing"].pop("fa3", None) is not None:
+            notes.append("fa3 is its tiled backend here")
         groups = fp8_speed.measure(device, shapes, impls, sensors, result, args.quick)
         measured = ((rows, fp8_speed.describe(rows)) for rows in groups)
     else:

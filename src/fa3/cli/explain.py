@@ -69,11 +69,14 @@ def parse_window(text: str) -> tuple[int, int]:
 
 
 def parse_blocks(text: str) -> tuple[int, int]:
-    """``Q,K``: rows that share a scale, of which the problem knows what is allowed."""
+    """``Q,K``: rows that share a scale."""
+    from fa3.quantization import is_block
+
     found = re.fullmatch(r"([0-9]{1,9}),([0-9]{1,9})", text)
-    if found is None:
+    block = (0, 0) if found is None else (int(found[1]), int(found[2]))
+    if not is_block(block):
         raise ValueError(f"--scale-blocks {text!r}: expected Q,K: 64 or 128 rows of q, 64, 96 or 128 of k and v")
-    return int(found[1]), int(found[2])
+    return block
 
 
 def problem_of(args: argparse.Namespace) -> Problem:
