@@ -236,6 +236,26 @@ def test_blocks_of_v_are_those_of_k():
         replace(spec, value_blocks=True).validate()
 
 
+@pytest.mark.parametrize(
+    ("mask", "adds"),
+    [
+        ({}, True),
+        ({"causal": True}, True),
+        ({"window_left": 100}, True),
+        ({"window_left": 100, "window_right": 0}, False),
+        ({"window_left": 2047, "window_right": 0}, False),
+        ({"window_left": 2000, "window_right": 48}, True),
+        ({"attention_chunk": 1024}, False),
+        ({"attention_chunk": 4096}, True),
+    ],
+    ids=str,
+)
+def test_windows_and_chunks_that_show_few_keys_need_no_float32_sums(mask, adds):
+    problem = fp8_problem(seqlen_q=9000, seqlen_k=9000, **mask)
+    assert TWO_LEVEL_KEYS == 2048
+    assert bool(plan(problem, H200).spec.promote) is adds
+
+
 # A pass that transposes --------------------------------------------------------------------------------------------
 
 

@@ -165,7 +165,7 @@ def adds_in_float32(problem: Problem) -> bool:
     """Whether partial outputs of e4m3 are to be added in float32."""
     if problem.dtype != FP8 or problem.two_level is False:
         return False
-    return problem.two_level is True or problem.seqlen_k > TWO_LEVEL_KEYS
+    return problem.two_level is True or problem.most_keys > TWO_LEVEL_KEYS
 
 
 def tensor_flops_per_clock(device: DeviceFacts, dtype: str) -> int:
@@ -228,7 +228,7 @@ def _fp8_reasons(problem: Problem, spec: ForwardSpec) -> Iterator[str]:
         yield "v comes transposed: tensor cores take it as it is"
     if spec.qk_dtype:
         yield "q and k are int8: tensor cores add their products exactly, in int32"
-    asked = "as asked" if problem.two_level is not None else f"{problem.seqlen_k} keys"
+    asked = "as asked" if problem.two_level is not None else f"{problem.most_keys} keys"
     if spec.promote:
         parts = f", in {spec.parts} parts of their columns" if spec.parts > 1 else ""
         tiles = "key tile" if spec.promote == 1 else f"{spec.promote} key tiles"

@@ -217,6 +217,13 @@ class Problem:
         return left, right, min(chunk, self.seqlen_q + self.seqlen_k)
 
     @property
+    def most_keys(self) -> int:
+        """Keys that a query sees at most, by window and chunk."""
+        left, right, chunk = self.bounds
+        keys = self.seqlen_k if -1 in (left, right) else min(self.seqlen_k, left + right + 1)
+        return min(keys, chunk) if chunk else keys
+
+    @property
     def mask(self) -> str:
         """The simplest kind of mask that says what this one says.
 
