@@ -498,19 +498,20 @@ _FP8_COMMON = ((64, 64), (128, 128), (256, 256))
 def fp8_specs() -> Iterator[ForwardSpec]:
     """The shipped kernels of e4m3; others, with out in fp16 for example, are compiled when first asked for.
 
-    At the usual head dims full and causal: v in rows and V^T with a scale a head, V^T with one for each default block,
-    each with partial outputs added in float32 too, and smaller tiles for few; the last with q and k in int8 as well.
+    At the usual head dims full and causal: v in rows and V^T, with a scale a head and with one for each default block of
+    k, each with partial outputs added in float32 too, and smaller tiles for few; V^T with blocks of v too, and with q
+    and k in int8.
     Windows at 64 and 128. At other head dims v in rows with a scale a head.
     """
     for kind in FP8_CLASSES:
         common = kind in _FP8_COMMON
         for mask, add in itertools.product(("full", "causal"), (False, True) if common else (False,)):
             # (whether v is transposed, keys of a block)
-            layouts = ((False, 0), (True, 0), (True, default_block(kind[0], add)[1])) if common else ((False, 0),)
+            layouts = itertools.product((False, True), (0, default_block(kind[0], add)[1])) if common else ((False, 0),)
             for transposed, key_block in layouts:
                 for _, choice in fp8_rows(kind, mask, False, key_block, transposed, add):
                     yield make_spec(FP8, kind, mask, choice, key_block=key_block)
-                    if key_block:
+                    if key_block and transposed:
                         yield make_spec(FP8, kind, mask, choice, key_block=key_block, value_blocks=True)
                 if common and not add:
                     yield make_spec(FP8, kind, mask, FP8_SMALL[kind][transposed], key_block=key_block)
