@@ -498,10 +498,9 @@ _FP8_COMMON = ((64, 64), (128, 128), (256, 256))
 def fp8_specs() -> Iterator[ForwardSpec]:
     """The shipped kernels of e4m3; others, with out in fp16 for example, are compiled when first asked for.
 
-    At the usual head dims full and causal: v in rows and V^T, with a scale a head and with one for each default block of
-    k, each with partial outputs added in float32 too, and smaller tiles for few; V^T with blocks of v too, and with q
-    and k in int8.
-    Windows at 64 and 128. At other head dims v in rows with a scale a head.
+    At the usual head dims full and causal: v in rows and V^T, with a scale a head and with one for each default block
+    of k, each with partial outputs added in float32 too, and smaller tiles for few; V^T with blocks of v too, and with
+    q and k in int8. Windows at 64 and 128. At other head dims v in rows with a scale a head.
     """
     for kind in FP8_CLASSES:
         common = kind in _FP8_COMMON
