@@ -290,6 +290,7 @@ def test_v_of_wide_heads_is_transposed_before_where_many_queries_see_each_key(ch
         after = plan(replace(problem, v_transposed=True), H200)
         assert (planned.spec, planned.order) == (after.spec, after.order)
         assert "a pass of its own transposes it" in planned.reasons[0]
+        assert sum("v comes" in reason for reason in planned.reasons) == 1
     else:
         assert problem.v_transposed != bool(planned.spec.transpose_stages)
 

@@ -185,7 +185,8 @@ def plan(problem: Problem, device: DeviceFacts) -> Plan:
     if transposes_before(problem):
         after = plan(replace(problem, v_transposed=True), device)
         reason = f"v comes in rows: a pass of its own transposes it, since at least {PASS_QUERIES} queries see each key"
-        return replace(after, transpose=TransposeSpec(), reasons=(reason, *after.reasons))
+        others = (other for other in after.reasons if not other.startswith("v comes"))
+        return replace(after, transpose=TransposeSpec(), reasons=(reason, *others))
     choice, spec = kernel_of(problem, device)
     packed = spec.pack_gqa
     order = order_of(problem, spec, device)
