@@ -267,9 +267,11 @@ def _check_overlap(spec: ForwardSpec, found: Report) -> Iterator[str]:
     # A thread holds tile_n / 2 scores of a tile, one exponential each. Half of them under the product prove
     # that the softmax as a whole was not moved behind the wait.
     enough = spec.tile_n // 4
-    if spec.overlap and found.overlap and min(found.overlap) < enough:
+    # In parts PV comes before the scores.
+    overlaps = spec.overlap and spec.parts == 1
+    if overlaps and found.overlap and min(found.overlap) < enough:
         yield f"overlap: {found.overlap} exponentials under a product in the main loops, expected {enough} on"
-    elif not spec.overlap and any(found.overlap):
+    elif not overlaps and any(found.overlap):
         yield f"overlap is off, but {found.overlap} exponentials run under a product"
 
 
