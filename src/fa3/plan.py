@@ -68,7 +68,7 @@ FP8_RESCALE_THRESHOLD = 0.8
 #: mean of all heads of a K/V head, and floating-point operations: it takes as long as about 150 queries, and a launch.
 PASS_COLUMNS, PASS_QUERIES, PASS_FLOPS = 256, 1536, 5e10
 
-#: Most blocks of a grid's second and third dimension.
+#: Most blocks of a grid's second and third dimension (CUDA's limits).
 MAX_GRID = 65_535
 
 #: Below so many rounds of the usual tiles a grid is small: its time is a few whole rounds, and smaller tiles or

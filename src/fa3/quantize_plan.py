@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from fa3.plan import DeviceFacts
+from fa3.plan import MAX_GRID, DeviceFacts
 from fa3.quantization import default_block
 from fa3.spec import FP8, HALF_OF_THREADS, INT8, QuantizeSpec
 
 #: Rows of a thread block where all rows of a head share a scale.
 ROWS = 128
 
-#: Most thread blocks for the rows of a head, and batch entries, of a launch (CUDA's limits of a grid's second and
-#: third dimension).
-MAX_ROW_BLOCKS = MAX_BATCH = 65_535
+#: Most thread blocks for the rows of a head, and batch entries, of a launch.
+MAX_ROW_BLOCKS = MAX_BATCH = MAX_GRID
 
 #: Heads whose rows one thread block embeds, with cos and sin that it reads once; and of 96 rows, which make small
 #: thread blocks. Fewer where multiprocessors would have less than `FULL` of the threads that they have registers for,
